@@ -1,0 +1,116 @@
+"""Dense attention on one process in float64, by the formulas: what every result is held against.
+
+Shares no code with the kernels. A few rows at a time, so scores stay below `SCORE_BYTES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ultraattn.errors import InputError
+
+SCORE_BYTES = 64 << 20
+
+Visible = Tensor | Callable[[Tensor], Tensor] | None
+"""What is visible: None (everything), a bool tensor (rows, keys) or (1 or heads, rows, keys), or a
+function that gives such a tensor for some rows (int64 positions)."""
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Visible = None, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """O = softmax(scale Q K^T) V and LSE = logsumexp(scale Q K^T) over visible keys.
+
+    Args:
+        q: (batch, heads, rows, dim), any floating dtype.
+        k: (batch, kv_heads, keys, dim); query head h takes key head ``h * kv_heads // heads``.
+        v: (batch, kv_heads, keys, dim_v).
+        visible: see `Visible`.
+        scale: factor of the scores, ``dim ** -0.5`` unless told.
+
+    Returns:
+        O (batch, heads, rows, dim_v) and LSE (batch, heads, rows) in float64; rows that see nothing
+        are (0, -inf).
+    """
+    qd, kd, vd, factor = _prepared(q, k, v, scale)
+    out = qd.new_zeros((*qd.shape[:3], vd.shape[-1]))
+    lse = qd.new_full(qd.shape[:3], float("-inf"))
+    for rows in _row_blocks(qd, kd):
+        scores = _scores(qd[:, :, rows], kd, visible, rows, factor)
+        lse[:, :, rows] = scores.logsumexp(dim=-1) if kd.shape[2] else float("-inf")
+        out[:, :, rows] = _softmax(scores) @ vd
+    return out, lse
+
+
+def dense_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Visible = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK and dV of `dense_attention` for the gradient `dout` of O, in float64.
+
+    With P = softmax(S): dV = P^T dO, dP = dO V^T, dS = P * (dP - rowsum(P * dP)),
+    dQ = scale dS K, dK = scale dS^T Q; the query heads of a group add up in dK and dV.
+    """
+    qd, kd, vd, factor = _prepared(q, k, v, scale)
+    dq, dk, dv = torch.zeros_like(qd), torch.zeros_like(kd), torch.zeros_like(vd)
+    for rows in _row_blocks(qd, kd):
+        probs = _softmax(_scores(qd[:, :, rows], kd, visible, rows, factor))
+        do = dout[:, :, rows].double()
+        dv += probs.mT @ do
+        dprobs = do @ vd.mT
+        dscores = probs * (dprobs - (probs * dprobs).sum(dim=-1, keepdim=True))
+        dq[:, :, rows] = factor * (dscores @ kd)
+        dk += factor * (dscores.mT @ qd[:, :, rows])
+    return dq, _summed_groups(dk, k.shape[1]), _summed_groups(dv, k.shape[1])
+
+
+def _prepared(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Everything in float64, key heads repeated for their query heads, and the scale."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if kv_heads == 0 or heads % kv_heads or v.shape[:3] != k.shape[:3] or q.shape[3] != k.shape[3]:
+        raise InputError(
+            f"queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}: expected "
+            "(batch, heads, rows, dim), (batch, kv_heads, keys, dim), (batch, kv_heads, keys, "
+            "dim_v), with heads a multiple of kv_heads"
+        )
+    repeats = heads // kv_heads
+    kd, vd = (x.detach().double().repeat_interleave(repeats, dim=1) for x in (k, v))
+    return q.detach().double(), kd, vd, q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _summed_groups(grad: Tensor, kv_heads: int) -> Tensor:
+    """(batch, heads, keys, dim) to (batch, kv_heads, keys, dim)."""
+    batch, heads, keys, dim = grad.shape
+    return grad.view(batch, kv_heads, heads // kv_heads, keys, dim).sum(dim=2)
+
+
+def _row_blocks(q: Tensor, k: Tensor) -> Iterator[slice]:
+    step = max(1, SCORE_BYTES // max(1, 8 * q.shape[0] * q.shape[1] * k.shape[2]))
+    for top in range(0, q.shape[2], step):
+        yield slice(top, min(q.shape[2], top + step))
+
+
+def _scores(q: Tensor, k: Tensor, visible: Visible, rows: slice, factor: float) -> Tensor:
+    scores = factor * (q @ k.mT)
+    if visible is None:
+        return scores
+    if isinstance(visible, Tensor):
+        seen = visible[..., rows, :]
+    else:
+        seen = visible(torch.arange(rows.start, rows.stop, device=q.device))
+    return torch.where(seen.to(q.device), scores, float("-inf"))
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    """Softmax over the last axis, 0 in rows that are all -inf."""
+    dead = (scores == float("-inf")).all(dim=-1, keepdim=True)
+    return torch.softmax(scores.masked_fill(dead, 0.0), dim=-1).masked_fill(dead, 0.0)
