@@ -47,9 +47,9 @@ def seen_by(piece, rows):
 
 def truth(q, pieces, dout, scale):
     """out, lse, dq, [(dk, dv)] by float64 autograd over the concatenated pieces."""
-    q64 = q.double().requires_grad_()
-    ks = [p.k.double().requires_grad_() for p in pieces]
-    vs = [p.v.double().requires_grad_() for p in pieces]
+    q64 = q.double().clone().requires_grad_()
+    ks = [p.k.double().clone().requires_grad_() for p in pieces]
+    vs = [p.v.double().clone().requires_grad_() for p in pieces]
     heads, rows = q.shape[1:3]
     k = torch.cat([k[:, list(p.kv_of_head)] for k, p in zip(ks, pieces, strict=True)], dim=2)
     v = torch.cat([v[:, list(p.kv_of_head)] for v, p in zip(vs, pieces, strict=True)], dim=2)
@@ -66,8 +66,10 @@ def truth(q, pieces, dout, scale):
 def error(got, want):
     """Relative error in the Frobenius norm (absolute where the truth is zero)."""
     assert got.shape == want.shape
-    size = want.norm().item()
-    return (got.double() - want).norm().item() / (size if size else 1.0)
+    top = want.abs().max().item() if want.numel() else 0.0
+    unit = top if top else 1.0  # squares of very small and very large numbers are not numbers
+    size = (want / unit).norm().item()
+    return ((got.double() - want) / unit).norm().item() / (size if size else 1.0)
 
 
 def assert_exact(kernel, q, piece, dout, scale=0.3, limit=1e-12):
@@ -421,11 +423,43 @@ def test_full_pieces_side_by_side_are_one_call_without_a_copy(monkeypatch):
     inner = flash.forward
     monkeypatch.setattr(flash, "forward", lambda q, p, s: calls.append(p) or inner(q, p, s))
     forward_row(q, pieces[:2] + pieces[4:], 0.3)
-    assert [(p.kind, p.cols) for p in calls] == [(BlockKind.FULL, 21)]
+    assert [(p.kind, p.cols) for p in calls] == [(BlockKind.FULL, 21)]  # 7 + 5 + 9
     calls.clear()
     forward_row(q, pieces[:2], 0.3)
     assert [p.cols for p in calls] == [12]
     assert calls[0].k.data_ptr() == pieces[0].k.data_ptr()
+
+
+def test_full_pieces_are_joined_by_value_wherever_they_lie():
+    q, pieces, dout = mixed_row()
+    k, v = pieces[0].k, pieces[0].v
+    other_heads = Piece(pieces[1].k, pieces[1].v, (1, 0, 0, 1))
+    # As many query heads over other key heads, of another count.
+    one_head = Piece(k[:, :1] + 1, v[:, :1] - 1, (0, 0, 0, 0))
+    same_map = Piece(torch.cat([k, k], 1) + 2, torch.cat([v, v], 1), (0, 0, 1, 1))
+    turned = Piece(k.mT.contiguous().mT, v.mT.contiguous().mT, groups(4, 2))
+    _, whole_k, whole_v, _ = problem(8, 40)
+    after, second = slice(7, 12), slice(7, 40, 2)
+    begin = Piece(whole_k[:, :, :7], whole_v[:, :, :7], groups(4, 2))
+    skipping = Piece(whole_k[:, :, second], whole_v[:, :, second], groups(4, 2))
+    elsewhere = Piece((whole_k + 1)[:, :, after], (whole_v + 1)[:, :, after], groups(4, 2))
+    for row in (
+        [begin, skipping],
+        [begin, elsewhere],
+        [pieces[0], pieces[5]],
+        [pieces[5], pieces[0]],
+        [pieces[0], pieces[0]],
+        [pieces[0], other_heads, pieces[5], one_head, same_map, pieces[2], turned],
+    ):
+        out, lse, dq, pairs = truth(q, row, dout, 0.3)
+        got, got_lse = forward_row(q, row, 0.3)
+        assert error(got, out) < 1e-13
+        assert error(got_lse, lse) < 1e-13
+        got_q, got_pairs = backward_row(dout, q, lse, (dout * out).sum(-1), row, 0.3)
+        assert error(got_q, dq) < 1e-12
+        for got_pair, pair in zip(got_pairs, pairs, strict=True):
+            for grad, want in zip(got_pair, pair, strict=True):
+                assert error(grad, want) < 1e-12
 
 
 def test_a_row_without_pieces_sees_nothing():

@@ -150,27 +150,18 @@ class _Group:
 
 
 def _groups(q: Tensor, pieces: Sequence[Piece]) -> list[_Group]:
-    """One group a kernel call: consecutive FULL pieces with one head map together, others alone.
+    """One group a kernel call: FULL pieces with one head map together, others alone.
 
     Pieces that see nothing are left out.
     """
-    runs: list[list[int]] = []
+    calls: dict[tuple[object, ...], list[int]] = {}
     for index, piece in enumerate(pieces):
         check_piece(q, piece)
         if piece.kind is BlockKind.EMPTY or piece.cols == 0:
             continue
-        before = pieces[runs[-1][-1]] if runs else None
-        if (
-            before is not None
-            and before.kind is BlockKind.FULL is piece.kind
-            and before.kv_of_head == piece.kv_of_head
-            and before.k.shape[1] == piece.k.shape[1]
-            and before.v.shape[3] == piece.v.shape[3]
-        ):
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return [_Group(_joined([pieces[i] for i in run]), tuple(run)) for run in runs]
+        alike = (piece.kv_of_head, piece.k.shape[1], piece.v.shape[3])
+        calls.setdefault(alike if piece.kind is BlockKind.FULL else (index,), []).append(index)
+    return [_Group(_joined([pieces[i] for i in call]), tuple(call)) for call in calls.values()]
 
 
 def _joined(pieces: Sequence[Piece]) -> Piece:

@@ -30,7 +30,7 @@ name = "torch_cpu"
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MASK_BYTES = 64 << 20
-BAND_ROWS = 256
+BAND_ROWS = 128
 
 
 def refusal(q: Tensor, piece: Piece, deterministic: bool) -> str | None:
