@@ -1,0 +1,40 @@
+"""Context-parallel attention for any mask: planned, overlapped, exact, forward and backward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ultraattn import masks
+from ultraattn.cluster import Cluster
+from ultraattn.errors import InputError, MissingExtraError, PlanError, RunError, UltraAttnError
+from ultraattn.planning import plan
+from ultraattn.plans import Layout, Plan
+
+if TYPE_CHECKING:
+    from ultraattn.runtime import Attention, share
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Attention",
+    "Cluster",
+    "InputError",
+    "Layout",
+    "MissingExtraError",
+    "Plan",
+    "PlanError",
+    "RunError",
+    "UltraAttnError",
+    "masks",
+    "plan",
+    "share",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Names that need torch are imported when they are first used."""
+    if name in ("Attention", "share"):
+        from ultraattn import runtime
+
+        return getattr(runtime, name)
+    raise AttributeError(f"module 'ultraattn' has no attribute {name!r}")

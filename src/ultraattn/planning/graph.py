@@ -1,0 +1,392 @@
+"""Turns blocks and their ranks into a program: inputs first, tiles by arrival, partials back.
+
+A note on tiles. A rank's blocks become launches by when their inputs are there:
+
+    rank 1 of 4, its own row, arrivals from ranks 2, 3, 0:
+
+        launch 0   own key chunk           at once
+        launch 1   first arrival           while the others are on their way
+        launch 2   the next two arrivals   (then four, eight, ...: few launches, few merges)
+
+Blocks of another rank's query chunk stay in one launch a chunk, so that their partial result is
+rounded once before it travels. In the backward pass a launch holds whole key chunks for the same
+reason: the partial dK and dV of a chunk come from one launch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ultraattn.plans.builder import Key, ProgramBuilder
+from ultraattn.plans.check import Pass
+from ultraattn.plans.layout import Layout
+from ultraattn.plans.problem import Problem
+from ultraattn.plans.program import Block, LocalOp, Program, Value
+from ultraattn.plans.tensors import Tensor
+
+HeadRange = tuple[int, int]
+
+START, INPUTS, WORK, END = range(4)
+"""Phases of the order of issue."""
+
+
+def build_program(
+    pass_: Pass,
+    problem: Problem,
+    q_layout: Layout,
+    kv_layout: Layout,
+    nodes: Sequence[int],
+    blocks: Sequence[Block],
+    ranks: Sequence[int],
+) -> Program:
+    """The program of one pass in which ``ranks[b]`` computes ``blocks[b]``, by direct transfers."""
+    graph = _Graph(pass_, problem, q_layout, kv_layout, ProgramBuilder(problem, nodes), ranks)
+    graph.add_blocks(blocks)
+    graph.send_inputs()
+    graph.compute()
+    graph.merge_results()
+    return graph.builder.finish(frozenset(graph.outputs))
+
+
+def runs(ranges: Iterable[HeadRange]) -> list[HeadRange]:
+    """The union of head ranges, as maximal runs in ascending order.
+
+    >>> runs([(4, 8), (0, 4), (10, 12)])
+    [(0, 8), (10, 12)]
+    """
+    out: list[HeadRange] = []
+    for start, stop in sorted(set(ranges)):
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], stop))
+        else:
+            out.append((start, stop))
+    return out
+
+
+@dataclass
+class _Graph:
+    pass_: Pass
+    problem: Problem
+    q_layout: Layout
+    kv_layout: Layout
+    builder: ProgramBuilder
+    ranks: Sequence[int]
+    outputs: set[int] = field(default_factory=set)
+    # Values of an input tensor at a rank, by (rank, tensor, chunk).
+    at: dict[tuple[int, Tensor, int], list[int]] = field(default_factory=lambda: defaultdict(list))
+    # Arrival step of a chunk at a rank, by (rank, by_key, chunk); absent where it is owned.
+    arrival: dict[tuple[int, bool, int], int] = field(default_factory=dict)
+    # Partial results at a rank, by (rank, tensor, chunk, heads).
+    partials: dict[tuple[int, Tensor, int, HeadRange], list[int]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    def layout(self, by_key: bool) -> Layout:
+        return self.kv_layout if by_key else self.q_layout
+
+    def add_blocks(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            self.builder.block(block)
+
+    # Inputs
+
+    def moving(self, by_key: bool) -> tuple[Tensor, ...]:
+        """What a rank needs of a chunk that it does not own."""
+        if by_key:
+            return (Tensor.K, Tensor.V)
+        if self.pass_ is Pass.FORWARD:
+            return (Tensor.Q,)
+        return (Tensor.Q, Tensor.DO, Tensor.LSE, Tensor.DELTA)
+
+    def own(self, tensor: Tensor, chunk: int) -> int:
+        """The owner's whole value of an input tensor."""
+        layout = self.layout(tensor.by_key)
+        rank = layout.owners[chunk]
+        known = self.at[rank, tensor, chunk]
+        if not known:
+            heads = self.problem.heads_of(tensor)
+            rows = len(layout.chunks[chunk])
+            value = self.builder.value(Value(tensor, chunk, 0, rows, 0, heads, rank))
+            known.append(value)
+            if tensor is Tensor.DELTA:
+                reads = [self.own(Tensor.DO, chunk), self.own(Tensor.O, chunk)]
+                self.builder.local(LocalOp.DELTA, rank, reads, [value], (START, rank, chunk))
+        return known[0]
+
+    def send_inputs(self) -> None:
+        """One message for each (chunk, rank that needs it): all its tensors, the heads needed."""
+        needs: dict[tuple[int, bool, int], list[HeadRange]] = defaultdict(list)
+        for block, rank in zip(self.builder.blocks, self.ranks, strict=True):
+            heads = (block.head_start, block.head_stop)
+            needs[rank, False, block.q_chunk].append(heads)
+            needs[rank, True, block.kv_chunk].append(self.problem.kv_range(*heads))
+        queue: dict[int, list[tuple[int, int, bool]]] = defaultdict(list)
+        for rank, by_key, chunk in needs:
+            owner = self.layout(by_key).owners[chunk]
+            if owner == rank:
+                for tensor in self.moving(by_key):
+                    self.own(tensor, chunk)
+            else:
+                step = (owner - rank) % self.q_layout.ranks
+                queue[rank].append((step, chunk, by_key))
+        for rank in sorted(queue):
+            for position, (step, chunk, by_key) in enumerate(sorted(queue[rank])):
+                self.arrival[rank, by_key, chunk] = position
+                heads = runs(needs[rank, by_key, chunk])
+                self._send_chunk(rank, by_key, chunk, heads, (INPUTS, step, chunk, int(by_key)))
+
+    def _send_chunk(
+        self, rank: int, by_key: bool, chunk: int, heads: list[HeadRange], key: Key
+    ) -> None:
+        reads, writes = [], []
+        for tensor in self.moving(by_key):
+            source = self.own(tensor, chunk)
+            reads.append(source)
+            for start, stop in heads:
+                value = self.builder.copy(source, rank, head_start=start, head_stop=stop)
+                self.at[rank, tensor, chunk].append(value)
+                writes.append(value)
+        self.builder.transfer(self.layout(by_key).owners[chunk], reads, writes, key)
+
+    # Tiles
+
+    def compute(self) -> None:
+        """Every rank's blocks as launches, ordered by when their inputs are there."""
+        mine: dict[int, list[int]] = defaultdict(list)
+        for block, rank in enumerate(self.ranks):
+            mine[rank].append(block)
+        for rank in sorted(mine):
+            tiles = self._tiles(rank, mine[rank])
+            several = self._in_several_tiles(rank, tiles)
+            for number, (ready, tile) in enumerate(tiles):
+                self._launch(rank, tile, (WORK, ready, rank, number), several)
+            self._send_partials(rank, tiles)
+
+    def _ready(self, rank: int, block: int) -> int:
+        """The arrival after which a block can run; -1 where its inputs are owned."""
+        b = self.builder.blocks[block]
+        return max(
+            self.arrival.get((rank, False, b.q_chunk), -1),
+            self.arrival.get((rank, True, b.kv_chunk), -1),
+        )
+
+    def _tiles(self, rank: int, blocks: list[int]) -> list[tuple[int, list[int]]]:
+        """(arrival waited for, blocks) of each launch, in the order in which they run."""
+        lines: dict[int, list[int]] = defaultdict(list)
+        free: list[int] = []
+        for block in blocks:
+            b = self.builder.blocks[block]
+            by_key = self.pass_ is Pass.BACKWARD
+            chunk = b.kv_chunk if by_key else b.q_chunk
+            if self.layout(by_key).owners[chunk] == rank:
+                free.append(block)
+            else:
+                lines[chunk].append(block)
+        tiles = [(max(self._ready(rank, b) for b in line), 0, line) for line in lines.values()]
+        by_arrival: dict[int, list[int]] = defaultdict(list)
+        for block in free:
+            by_arrival[self._ready(rank, block)].append(block)
+        for ready, group in _doubling(by_arrival):
+            tiles.append((ready, 1, group))
+        return [(ready, tile) for ready, _, tile in sorted(tiles)]
+
+    def _in_several_tiles(
+        self, rank: int, tiles: list[tuple[int, list[int]]]
+    ) -> set[tuple[Tensor, int]]:
+        """Results that are another rank's and come from several launches: kept wide until sent."""
+        count: dict[tuple[Tensor, int], int] = defaultdict(int)
+        for _, tile in tiles:
+            for tensor in self.pass_.results:
+                for chunk in {self._chunk(block, tensor) for block in tile}:
+                    count[tensor, chunk] += 1
+        return {
+            (tensor, chunk)
+            for (tensor, chunk), times in count.items()
+            if times > 1 and self.layout(tensor.by_key).owners[chunk] != rank
+        }
+
+    def _chunk(self, block: int, tensor: Tensor) -> int:
+        b = self.builder.blocks[block]
+        return b.kv_chunk if tensor.by_key else b.q_chunk
+
+    def _heads(self, block: int, tensor: Tensor) -> HeadRange:
+        b = self.builder.blocks[block]
+        heads = (b.head_start, b.head_stop)
+        return self.problem.kv_range(*heads) if tensor.by_key else heads
+
+    def _launch(
+        self, rank: int, tile: list[int], key: Key, several: set[tuple[Tensor, int]]
+    ) -> None:
+        reads: dict[int, None] = {}
+        for block in tile:
+            for by_key in (False, True):
+                for tensor in self.moving(by_key):
+                    start, stop = self._heads(block, tensor)
+                    for value in self.at[rank, tensor, self._chunk(block, tensor)]:
+                        v = self.builder.values[value]
+                        if v.head_start < stop and start < v.head_stop:
+                            reads[value] = None
+        writes = []
+        for tensor in self.pass_.results:
+            lines: dict[int, list[int]] = defaultdict(list)
+            for block in tile:
+                lines[self._chunk(block, tensor)].append(block)
+            for chunk, blocks in lines.items():
+                rows = len(self.layout(tensor.by_key).chunks[chunk])
+                wide = (tensor, chunk) in several
+                for heads, cover in self._by_heads(tensor, blocks):
+                    value = self.builder.value(
+                        Value(tensor, chunk, 0, rows, *heads, rank, wide=wide, cover=cover)
+                    )
+                    self.partials[rank, tensor, chunk, heads].append(value)
+                    writes.append(value)
+        self.builder.compute(rank, tile, reads, writes, key)
+
+    def _by_heads(
+        self, tensor: Tensor, blocks: Sequence[int]
+    ) -> list[tuple[HeadRange, tuple[int, ...]]]:
+        """Blocks of one chunk by head range; ranges of key/value heads that meet are joined."""
+        spans = {block: self._heads(block, tensor) for block in blocks}
+        joined = _joined(spans.values())
+        return [
+            (span, tuple(sorted(b for b in blocks if span[0] <= spans[b][0] < span[1])))
+            for span in joined
+        ]
+
+    # Results
+
+    def _send_partials(self, rank: int, tiles: list[tuple[int, list[int]]]) -> None:
+        """Each partial result of another rank's chunk, as soon as its last launch is done."""
+        last: dict[tuple[bool, int], int] = {}
+        for ready, tile in tiles:
+            for block in tile:
+                for by_key in (False, True):
+                    b = self.builder.blocks[block]
+                    last[by_key, b.kv_chunk if by_key else b.q_chunk] = ready
+        messages: dict[tuple[int, bool, int], list[int]] = defaultdict(list)
+        for at, tensor, chunk, heads in [key for key in self.partials if key[0] == rank]:
+            owner = self.layout(tensor.by_key).owners[chunk]
+            if at == owner:
+                continue
+            parts = self.partials.pop((rank, tensor, chunk, heads))
+            key = (WORK, last[tensor.by_key, chunk], rank, len(self.ranks) + chunk)
+            part = parts[0] if len(parts) == 1 else self._join(rank, parts, heads, key)
+            messages[owner, tensor.by_key, chunk].append(part)
+        for (owner, by_key, chunk), parts in messages.items():
+            arrived = [self.builder.copy(part, owner) for part in parts]
+            for value in arrived:
+                v = self.builder.values[value]
+                self.partials[owner, v.tensor, chunk, (v.head_start, v.head_stop)].append(value)
+            number = 2 * len(self.ranks) + 2 * chunk + by_key
+            self.builder.transfer(
+                rank, parts, arrived, (WORK, last[by_key, chunk], rank, number)
+            )
+
+    def _join(self, rank: int, parts: list[int], heads: HeadRange, key: Key) -> int:
+        first = self.builder.values[parts[0]]
+        cover = tuple(sorted(b for part in parts for b in self.builder.values[part].cover))
+        merged = self.builder.value(
+            Value(
+                first.tensor, first.chunk, first.row_start, first.row_stop, *heads, rank,
+                cover=cover,
+            )
+        )  # fmt: skip
+        self.builder.merge(rank, parts, [merged], key)
+        return merged
+
+    def merge_results(self) -> None:
+        """One merge for each result chunk and head range at its owner; zeros where nothing is."""
+        by_chunk: dict[tuple[Tensor, int], dict[HeadRange, list[int]]] = defaultdict(dict)
+        for (_, tensor, chunk, heads), parts in self.partials.items():
+            by_chunk[tensor, chunk].setdefault(heads, []).extend(parts)
+        groups = ((Tensor.O, Tensor.LSE),) if self.pass_ is Pass.FORWARD else tuple(
+            (tensor,) for tensor in self.pass_.results
+        )
+        for group in groups:
+            layout = self.layout(group[0].by_key)
+            for chunk, rank in enumerate(layout.owners):
+                self._merge_chunk(rank, group, chunk, by_chunk)
+
+    def _merge_chunk(
+        self,
+        rank: int,
+        group: tuple[Tensor, ...],
+        chunk: int,
+        by_chunk: Mapping[tuple[Tensor, int], dict[HeadRange, list[int]]],
+    ) -> None:
+        layout = self.layout(group[0].by_key)
+        rows, heads = len(layout.chunks[chunk]), self.problem.heads_of(group[0])
+        if not rows:
+            return
+        spans = by_chunk.get((group[0], chunk), {})
+        key = (END, rank, chunk, group[0].code)
+        joined = _joined(spans)
+        for span in joined:
+            reads, writes = [], []
+            for tensor in group:
+                parts = [
+                    part
+                    for heads_of_part, found in by_chunk[tensor, chunk].items()
+                    if span[0] <= heads_of_part[0] < span[1]
+                    for part in found
+                ]
+                covers = {b for part in parts for b in self.builder.values[part].cover}
+                reads += sorted(parts)
+                writes.append(self._output(tensor, chunk, span, rank, tuple(sorted(covers))))
+            self.builder.merge(rank, reads, writes, key)
+        for span in _gaps(joined, heads):
+            writes = [self._output(tensor, chunk, span, rank, ()) for tensor in group]
+            self.builder.local(LocalOp.FILL, rank, [], writes, key)
+
+    def _output(
+        self, tensor: Tensor, chunk: int, heads: HeadRange, rank: int, cover: tuple[int, ...]
+    ) -> int:
+        rows = len(self.layout(tensor.by_key).chunks[chunk])
+        value = self.builder.value(Value(tensor, chunk, 0, rows, *heads, rank, cover=cover))
+        self.outputs.add(value)
+        return value
+
+
+def _doubling(by_arrival: Mapping[int, list[int]]) -> list[tuple[int, list[int]]]:
+    """Joins arrivals into launches: what is owned, then 1, 1, 2, 4, 8, ... arrivals."""
+    order = sorted(by_arrival)
+    out: list[tuple[int, list[int]]] = []
+    if order and order[0] == -1:
+        out.append((-1, by_arrival[-1]))
+        order = order[1:]
+    size, at = 1, 0
+    while at < len(order):
+        group = order[at : at + size]
+        out.append((group[-1], sorted(b for ready in group for b in by_arrival[ready])))
+        at += size
+        size = max(1, at)
+    return out
+
+
+def _joined(ranges: Iterable[HeadRange]) -> list[HeadRange]:
+    """Unions of ranges that overlap; ranges that only touch stay apart.
+
+    >>> _joined([(0, 2), (1, 3), (3, 4)])
+    [(0, 3), (3, 4)]
+    """
+    out: list[HeadRange] = []
+    for start, stop in sorted(set(ranges)):
+        if out and start < out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], stop))
+        else:
+            out.append((start, stop))
+    return out
+
+
+def _gaps(ranges: Iterable[HeadRange], heads: int) -> list[HeadRange]:
+    """The parts of [0, heads) that no range holds."""
+    out, at = [], 0
+    for start, stop in ranges:
+        if at < start:
+            out.append((at, start))
+        at = max(at, stop)
+    if at < heads:
+        out.append((at, heads))
+    return out

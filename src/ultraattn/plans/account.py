@@ -1,0 +1,131 @@
+"""Counts what a program costs: work, traffic and memory of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ultraattn.chunks import Ints
+from ultraattn.plans.columns import ByContent
+from ultraattn.plans.problem import Problem
+from ultraattn.plans.program import (
+    TASK_ORDER,
+    Collective,
+    CollectiveOp,
+    Program,
+    TaskKind,
+    Value,
+)
+from ultraattn.plans.tensors import TENSOR_ORDER
+
+
+@dataclass(frozen=True, eq=False)
+class Account(ByContent):
+    """Work, traffic and memory of one pass, by rank, for one batch entry. All int64, (ranks,)."""
+
+    load: Ints
+    """Visible (query, key) pairs times heads that the rank computes."""
+    sent: Ints
+    """Bytes."""
+    received: Ints
+    """Bytes."""
+    sent_between_nodes: Ints
+    """Bytes, of `sent`."""
+    received_between_nodes: Ints
+    """Bytes, of `received`."""
+    memory: Ints
+    """Bytes of workspace buffers."""
+
+    @property
+    def max_volume(self) -> int:
+        """The most bytes that any rank sends or receives."""
+        return int(max(self.sent.max(initial=0), self.received.max(initial=0)))
+
+    @property
+    def load_over_mean(self) -> float:
+        """The largest load over the mean; 1 when there is no work."""
+        total = int(self.load.sum())
+        return float(self.load.max() * len(self.load) / total) if total else 1.0
+
+
+def value_bytes(problem: Problem, program: Program) -> Ints:
+    """Bytes of each value for one batch entry: int64, shape (values,)."""
+    values, widths = program.values, problem.widths
+    rows = np.array([[widths.row_bytes(t, w) for w in (False, True)] for t in TENSOR_ORDER])
+    area = (values.row_stop - values.row_start) * (values.head_stop - values.head_start)
+    sizes: Ints = area * rows[values.tensor, values.wide]
+    return sizes
+
+
+def account(problem: Problem, program: Program, nodes: Sequence[int]) -> Account:
+    """Reads the costs off the program itself, so that every strategy is measured alike."""
+    ranks = len(nodes)
+    node = np.asarray(nodes, dtype=np.int64)
+    sizes = value_bytes(problem, program)
+    sent, received, far_sent, far_received = np.zeros((4, ranks), dtype=np.int64)
+    load = np.zeros(ranks, dtype=np.int64)
+    tasks, values = program.tasks, program.values
+    writes = tasks.writes
+    task_of = np.repeat(np.arange(len(tasks.rank)), np.diff(writes.offsets))
+    moves = tasks.kind[task_of] == TASK_ORDER.index(TaskKind.TRANSFER)
+    source, written = tasks.rank[task_of[moves]], writes.items[moves]
+    target, size = values.rank[written], sizes[written]
+    far = node[source] != node[target]
+    np.add.at(sent, source, size)
+    np.add.at(received, target, size)
+    np.add.at(far_sent, source[far], size[far])
+    np.add.at(far_received, target[far], size[far])
+    for task in np.flatnonzero(tasks.kind == TASK_ORDER.index(TaskKind.COLLECTIVE)).tolist():
+        view, held = program.task_views[task], dict(enumerate(program.value_views))
+        assert isinstance(view, Collective)
+        for origin, goal, moved in collective_moves(held, view):
+            amount = int(sizes[moved])
+            sent[origin] += amount
+            received[goal] += amount
+            if node[origin] != node[goal]:
+                far_sent[origin] += amount
+                far_received[goal] += amount
+    tile_of = np.repeat(np.arange(len(tasks.rank)), np.diff(tasks.tile.offsets))
+    np.add.at(load, tasks.rank[tile_of], program.blocks.weight[tasks.tile.items])
+    memory = np.zeros(ranks, dtype=np.int64)
+    np.add.at(memory, program.buffers.rank, program.buffers.bytes)
+    return Account(load, sent, received, far_sent, far_received, memory)
+
+
+def collective_moves(values: Mapping[int, Value], task: Collective) -> list[tuple[int, int, int]]:
+    """(source rank, target rank, value moved) for each piece that is sent point to point.
+
+    A copy goes from its first holder straight to the receiver; the value moved is the one
+    written. A reduce-scatter sends each part to the rank of the value it belongs to; the value
+    moved is the part.
+    """
+    moves = []
+    for number in task.writes:
+        target = values[number]
+        if task.op is CollectiveOp.REDUCE_SCATTER:
+            moves += [
+                (values[read].rank, target.rank, read)
+                for read in parts_of(values, task, target)
+                if values[read].rank != target.rank
+            ]
+            continue
+        holders = [values[read].rank for read in task.reads if values[read].holds(target)]
+        if target.rank not in holders:
+            moves.append((holders[0], target.rank, number))
+    return moves
+
+
+def parts_of(values: Mapping[int, Value], task: Collective, target: Value) -> list[int]:
+    """The values that a reduce-scatter merges into `target`."""
+    return [
+        read
+        for read in task.reads
+        if values[read].tensor == target.tensor
+        and values[read].chunk == target.chunk
+        and values[read].row_start == target.row_start
+        and values[read].row_stop == target.row_stop
+        and values[read].head_start == target.head_start
+        and values[read].head_stop == target.head_stop
+    ]

@@ -1,0 +1,70 @@
+"""Keeps large tables as integer columns: ragged rows, and equality by content."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ultraattn.chunks import Ints
+
+
+class ByContent:
+    """Equality of frozen dataclasses that hold arrays: same type, same fields, same elements."""
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if isinstance(mine, np.ndarray):
+                if not np.array_equal(mine, theirs):
+                    return False
+            elif mine != theirs:
+                return False
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def column(values: Iterable[int] | Ints) -> Ints:
+    """An int64 column, not to be written to."""
+    array = np.array(values if isinstance(values, np.ndarray) else list(values), dtype=np.int64)
+    array.flags.writeable = False
+    return array
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged(ByContent):
+    """Rows of unequal length: row i holds ``items[offsets[i]:offsets[i + 1]]``."""
+
+    offsets: Ints
+    items: Ints
+
+    @staticmethod
+    def of(rows: Sequence[Sequence[int]]) -> Ragged:
+        """From a sequence of rows."""
+        lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        return Ragged(column(offsets), column([item for row in rows for item in row]))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def row(self, index: int) -> list[int]:
+        """The items of one row."""
+        items: list[int] = self.items[self.offsets[index] : self.offsets[index + 1]].tolist()
+        return items
+
+    def rows(self) -> list[list[int]]:
+        """All rows; cheaper than `row` one by one."""
+        items, cuts = self.items.tolist(), self.offsets.tolist()
+        return [items[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Row lengths and items, as plain lists."""
+        return {"lengths": np.diff(self.offsets).tolist(), "items": self.items.tolist()}

@@ -1,0 +1,239 @@
+"""Makes a plan a torch.nn.Module: local query, key and value in, local output out, with gradients."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor as Array
+
+from ultraattn.errors import InputError
+from ultraattn.masks import Mask, from_spec
+from ultraattn.planning.plan import grid_digest
+from ultraattn.plans.check import Pass
+from ultraattn.plans.plan import Plan
+from ultraattn.plans.tensors import Tensor
+from ultraattn.runtime import operators
+from ultraattn.runtime.execute import Execution
+from ultraattn.runtime.kernels import NAMES as KERNEL_NAMES
+from ultraattn.runtime.pieces import DTYPES
+from ultraattn.runtime.session import as_group, session_of
+from ultraattn.runtime.tiles import Tiles
+
+HINTS = {
+    "attn_mask": "the mask belongs to the plan: make one with ultraattn.masks",
+    "bias": "additive biases are not supported",
+    "attn_bias": "additive biases are not supported",
+    "dropout_p": "dropout is not supported; apply it outside, or pass nothing",
+    "dropout": "dropout is not supported; apply it outside, or pass nothing",
+    "is_causal": "the mask belongs to the plan: make one with ultraattn.masks.causal()",
+    "scale": "the scale belongs to the plan: ultraattn.plan(..., scale=...)",
+    "softcap": "softcap is not supported",
+    "enable_gqa": "grouped heads follow from the plan's kv_heads; leave it out",
+    "s_aux": "attention sinks are not supported",
+    "sinks": "attention sinks are not supported",
+}
+
+
+class Attention(torch.nn.Module):
+    """One attention over a sequence that is sharded across the ranks of a process group.
+
+    Every rank makes it with the same plan, in the same order; they compare digests before the
+    first transfer and fail together where they differ.
+
+    Args:
+        plan: from `ultraattn.plan`, `ultraattn.share` or `Plan.load`.
+        mesh: a one-dimensional DeviceMesh, a ProcessGroup, or None for the default group.
+        mask: the mask again, where the plan could not save it (`masks.from_mask_mod`).
+        kernel: a kernel's name, or "auto" for the best that serves each block.
+        timeout_s: the longest wait for a peer before the call fails and says who is at fault.
+
+    Raises:
+        InputError: the group has another size than the plan; the mask is missing or another one.
+        RunError: ranks hold different plans, or some rank did not come.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Any = None,
+        *,
+        mask: Mask | None = None,
+        kernel: str = "auto",
+        timeout_s: float = 600.0,
+    ) -> None:
+        super().__init__()
+        if kernel not in KERNEL_NAMES:
+            raise InputError(f"kernel {kernel!r}: expected one of {', '.join(KERNEL_NAMES)}")
+        self._session = session_of(as_group(mesh))
+        if self._session.ranks != plan.ranks:
+            raise InputError(
+                f"plan for {plan.ranks} ranks, process group of {self._session.ranks}; plan for "
+                f"ranks={self._session.ranks}, or pass the group that the plan is for"
+            )
+        self.plan = plan
+        rank_plan = plan.for_rank(self._session.rank)
+        tasks = {pass_: len(plan.pass_plan(pass_).program.tasks.rank) for pass_ in Pass}
+        self._tiles = Tiles(rank_plan, mask_of(plan, mask), kernel, tasks)
+        self._rank_plan = rank_plan
+        self._timeout_s = timeout_s
+        self._session.agree("plan", plan.digest, timeout_s)
+        self._handle = operators.register(self)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._session.rank
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank sent to its peers so far, over all plans of the group."""
+        return self._session.transport.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes that this rank received from its peers so far, over all plans of the group."""
+        return self._session.transport.bytes_received
+
+    def forward(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        return_lse: bool = False,
+        **unsupported: Any,
+    ) -> Array | tuple[Array, Array]:
+        """Attention of this rank's queries over the whole sequence.
+
+        Args:
+            query: (batch, heads, local tokens, head_dim), any strides.
+            key: (batch, kv_heads, local key tokens, head_dim).
+            value: (batch, kv_heads, local key tokens, value_dim).
+            return_lse: also return the natural-log LSE, (batch, heads, local tokens), in float32
+                (float64 for float64); -inf where a query sees nothing.
+
+        Returns:
+            (batch, heads, local tokens, value_dim) in the dtype of `query`.
+
+        Raises:
+            InputError: shapes, dtypes or devices other than the plan's, or an argument that is not
+                supported.
+            RunError: a rank failed, died or hung; names it, its task and its cause.
+        """
+        if unsupported:
+            name = min(unsupported)
+            hint = HINTS.get(name, "it is unknown; expected query, key, value and return_lse")
+            raise InputError(f"argument {name!r} of Attention: {hint}")
+        self._check(query, key, value)
+        out, lse = operators.attention(query, key, value, self._handle)
+        return (out, lse) if return_lse else out
+
+    def _check(self, query: Array, key: Array, value: Array) -> None:
+        p, plan, rank = self.plan.problem, self._rank_plan, self.rank
+        rows = plan.q_layout.local_tokens(rank)
+        cols = plan.kv_layout.local_tokens(rank)
+        expected = {
+            "query": (query, (p.heads, rows, p.head_dim)),
+            "key": (key, (p.kv_heads, cols, p.head_dim)),
+            "value": (value, (p.kv_heads, cols, p.value_dim)),
+        }
+        for name, (tensor, shape) in expected.items():
+            if tensor.ndim != 4 or tuple(tensor.shape[1:]) != shape:
+                raise InputError(
+                    f"{name} of shape {tuple(tensor.shape)} on rank {rank}: the plan expects "
+                    f"(batch, {', '.join(map(str, shape))}), its part of the sequence as "
+                    "plan.shard gives it"
+                )
+            if tensor.shape[0] != query.shape[0]:
+                raise InputError(
+                    f"{name} with batch {tensor.shape[0]}, query with {query.shape[0]}: expected "
+                    "one batch"
+                )
+            if tensor.dtype != DTYPES[p.dtype]:
+                raise InputError(
+                    f"{name} of dtype {str(tensor.dtype).removeprefix('torch.')}: the plan is for "
+                    f"{p.dtype}; cast it, or plan with dtype="
+                )
+            if tensor.device.type != self._session.device.type:
+                raise InputError(
+                    f"{name} on device {tensor.device}: the group's transport serves "
+                    f"{self._session.device}; move it there, or use a group for its device"
+                )
+
+    # Called by the operators, on real tensors.
+
+    def run_forward(self, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+        """One forward pass over the group: out and LSE."""
+        p = self.plan.problem
+        batch, _, rows, _ = query.shape
+        out = query.new_empty((batch, p.heads, rows, p.value_dim))
+        lse = query.new_empty((batch, p.heads, rows), dtype=operators.lse_dtype(query.dtype))
+        own = {
+            Tensor.Q: query,
+            Tensor.K: key,
+            Tensor.V: value,
+            Tensor.O: out,
+            Tensor.LSE: lse,
+        }
+        self._execute(Pass.FORWARD, own, batch)
+        return out, lse
+
+    def run_backward(
+        self,
+        dout: Array,
+        dlse: Array | None,
+        query: Array,
+        key: Array,
+        value: Array,
+        out: Array,
+        lse: Array,
+    ) -> tuple[Array, Array, Array]:
+        """One backward pass over the group: dQ, dK, dV."""
+        grads = [torch.empty(x.shape, dtype=x.dtype) for x in (query, key, value)]
+        own = {
+            Tensor.Q: query,
+            Tensor.K: key,
+            Tensor.V: value,
+            Tensor.O: out,
+            Tensor.LSE: lse,
+            Tensor.DO: dout,
+            Tensor.DQ: grads[0],
+            Tensor.DK: grads[1],
+            Tensor.DV: grads[2],
+        }
+        if dlse is not None:
+            own[Tensor.DELTA] = dlse
+        self._execute(Pass.BACKWARD, own, query.shape[0])
+        return grads[0], grads[1], grads[2]
+
+    def _execute(self, pass_: Pass, own: dict[Tensor, Array], batch: int) -> None:
+        with torch.no_grad():
+            Execution(
+                self._session, self._rank_plan, pass_, own, batch, self._tiles, self._timeout_s
+            ).run()
+
+
+def mask_of(plan: Plan, given: Mask | None) -> Mask:
+    """The plan's mask: its saved form, or the one handed over, whose grid must match.
+
+    Raises:
+        InputError: the plan could not save its mask and none was given, or another one was.
+    """
+    if plan.problem.mask and given is None:
+        return from_spec(json.loads(plan.problem.mask))
+    if given is None:
+        raise InputError(
+            f"the plan's mask, {plan.problem.mask_label}, is a Python function, which a plan "
+            "cannot save; hand it over again with Attention(plan, mesh, mask=...)"
+        )
+    grid = given.grid(plan.q_layout.chunks, plan.kv_layout.chunks, heads=plan.problem.heads)
+    digest = grid_digest(grid)
+    if digest != plan.problem.mask_digest:
+        raise InputError(
+            f"mask {given} has grid digest {digest[:12]}, the plan was made for "
+            f"{plan.problem.mask_label} with {plan.problem.mask_digest[:12]}; hand over the mask "
+            "that was planned, or plan again"
+        )
+    return given

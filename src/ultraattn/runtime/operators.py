@@ -1,0 +1,128 @@
+"""Registers distributed attention as torch operators, so that autograd and compile know it.
+
+An operator takes tensors and plain numbers only, so a module is named by a number: `register`
+gives one, and the module is found again by it for as long as it lives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ultraattn.errors import InputError
+
+
+class Runner(Protocol):
+    """What the operators call: `ultraattn.runtime.attention.Attention`."""
+
+    def run_forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Out and LSE."""
+
+    def run_backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK, dV."""
+
+
+_numbers = itertools.count(1)
+_runners: weakref.WeakValueDictionary[int, Runner] = weakref.WeakValueDictionary()
+
+
+def register(runner: Runner) -> int:
+    """A number by which the operators find `runner`; it does not keep it alive."""
+    number = next(_numbers)
+    _runners[number] = runner
+    return number
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of an LSE for inputs of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _runner(number: int) -> Runner:
+    found = _runners.get(number)
+    if found is None:
+        raise InputError(
+            f"attention module {number} no longer exists; keep the Attention alive until its "
+            "backward pass is done"
+        )
+    return found
+
+
+@torch.library.custom_op("ultraattn::attention", mutates_args=())
+def attention(query: Tensor, key: Tensor, value: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+    """Distributed attention of the module that `handle` names: out and LSE."""
+    return _runner(handle).run_forward(query, key, value)
+
+
+@torch.library.custom_op("ultraattn::attention_backward", mutates_args=())
+def attention_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    handle: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `attention`: dQ, dK, dV."""
+    return _runner(handle).run_backward(dout, dlse, query, key, value, out, lse)
+
+
+@attention.register_fake
+def _attention_fake(
+    query: Tensor, key: Tensor, value: Tensor, handle: int
+) -> tuple[Tensor, Tensor]:
+    batch, heads, rows, _ = query.shape
+    out = query.new_empty((batch, heads, rows, value.shape[3]))
+    return out, query.new_empty((batch, heads, rows), dtype=lse_dtype(query.dtype))
+
+
+@attention_backward.register_fake
+def _attention_backward_fake(
+    dout: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    handle: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        query.new_empty(query.shape),
+        key.new_empty(key.shape),
+        value.new_empty(value.shape),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, ctx.handle = inputs
+    ctx.save_for_backward(query, key, value, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    query, key, value, out, lse = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    dq, dk, dv = attention_backward(dout, dlse, query, key, value, out, lse, ctx.handle)
+    return dq, dk, dv, None
+
+
+attention.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,141 @@
+"""Finds the values of a rank as tensors: the caller's own rows, and buffers that tasks fill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor as Array
+
+from ultraattn.plans.layout import Layout
+from ultraattn.plans.program import Value
+from ultraattn.plans.tensors import SUMMED, Tensor, Widths
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def value_bytes(value: Value, widths: Widths, batch: int) -> int:
+    """Bytes of a value for a whole batch."""
+    return batch * value.rows * value.heads * widths.row_bytes(value.tensor, value.wide)
+
+
+def typed(buffer: Array, value: Value, widths: Widths, batch: int) -> Array:
+    """A flat byte buffer as the value's tensor: (batch, heads, rows, width), or without width.
+
+    In memory a value is (batch, rows, heads, width), so that a chunk of a model's tensors is one
+    contiguous copy; LSE and delta are (batch, heads, rows).
+    """
+    flat = buffer.view(DTYPES[widths.element(value.tensor, value.wide)])
+    if value.tensor in (Tensor.LSE, Tensor.DELTA):
+        return flat.view(batch, value.heads, value.rows)
+    width = widths.width(value.tensor)
+    return flat.view(batch, value.rows, value.heads, width).transpose(1, 2)
+
+
+def message_order(numbers: Sequence[int], values: Mapping[int, Value], widths: Widths) -> list[int]:
+    """The order of values in a message: wide elements first, so that each is aligned."""
+
+    def width(number: int) -> int:
+        value = values[number]
+        return DTYPES[widths.element(value.tensor, value.wide)].itemsize
+
+    return sorted(numbers, key=lambda number: (-width(number), number))
+
+
+def part_of(source: Array, held: Value, wanted: Value) -> Array:
+    """The rows and heads of `wanted` within the tensor of `held`."""
+    heads = slice(wanted.head_start - held.head_start, wanted.head_stop - held.head_start)
+    rows = slice(wanted.row_start - held.row_start, wanted.row_stop - held.row_start)
+    return source[:, heads, rows]
+
+
+@dataclass
+class Pieces:
+    """The values of one rank during one call.
+
+    `own` are the caller's tensors, (batch, heads, local tokens, width); results are written into
+    theirs in place.
+    """
+
+    own: dict[Tensor, Array]
+    q_layout: Layout
+    kv_layout: Layout
+    values: Mapping[int, Value]
+    widths: Widths
+    batch: int
+    stored: dict[int, Array] = field(default_factory=dict)
+
+    def get(self, number: int) -> Array:
+        """The tensor of a value; a view, never a copy."""
+        found = self.stored.get(number)
+        return self._own(self.values[number]) if found is None else found
+
+    def put(self, number: int, buffer: Array) -> Array:
+        """Lets a value stand in a flat byte buffer."""
+        self.stored[number] = typed(buffer, self.values[number], self.widths, self.batch)
+        return self.stored[number]
+
+    def drop(self, number: int) -> None:
+        """Forgets a value that nothing reads any more."""
+        self.stored.pop(number, None)
+
+    def assemble(
+        self, numbers: Sequence[int], tensor: Tensor, chunk: int, heads: tuple[int, int]
+    ) -> Array:
+        """All rows of a chunk for some heads: a view where one value holds them, else joined."""
+        layout = self.kv_layout if tensor.by_key else self.q_layout
+        wanted = Value(tensor, chunk, 0, len(layout.chunks[chunk]), *heads, rank=-1)
+        parts = [
+            (self.values[n], n)
+            for n in numbers
+            if self.values[n].tensor is tensor and self.values[n].chunk == chunk
+        ]
+        for held, number in parts:
+            if (
+                held.row_start <= wanted.row_start
+                and wanted.row_stop <= held.row_stop
+                and held.head_start <= wanted.head_start
+                and wanted.head_stop <= held.head_stop
+            ):
+                return part_of(self.get(number), held, wanted)
+        first = self.get(parts[0][1])
+        whole = first.new_empty((self.batch, wanted.heads, wanted.rows, *first.shape[3:]))
+        for held, number in parts:
+            copy_overlap(whole, wanted, self.get(number), held)
+        return whole
+
+    def _own(self, value: Value) -> Array:
+        layout = self.kv_layout if value.tensor.by_key else self.q_layout
+        start = layout.offsets[value.chunk]
+        rows = slice(start + value.row_start, start + value.row_stop)
+        return self.own[value.tensor][:, value.head_start : value.head_stop, rows]
+
+
+def copy_overlap(target: Array, to: Value, source: Array, held: Value) -> None:
+    """Copies the rows and heads that both values hold."""
+    rows = max(to.row_start, held.row_start), min(to.row_stop, held.row_stop)
+    heads = max(to.head_start, held.head_start), min(to.head_stop, held.head_stop)
+    if rows[0] >= rows[1] or heads[0] >= heads[1]:
+        return
+    target[
+        :,
+        heads[0] - to.head_start : heads[1] - to.head_start,
+        rows[0] - to.row_start : rows[1] - to.row_start,
+    ].copy_(
+        source[
+            :,
+            heads[0] - held.head_start : heads[1] - held.head_start,
+            rows[0] - held.row_start : rows[1] - held.row_start,
+        ]
+    )
+
+
+def is_summed(value: Value) -> bool:
+    """Whether partial results of this tensor merge by plain sums."""
+    return value.tensor in SUMMED

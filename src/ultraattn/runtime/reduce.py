@@ -1,0 +1,112 @@
+"""Turns partial results into one: exact merges of (O, LSE), sums of gradients, joins, fills."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor as Array
+
+from ultraattn.plans.program import Value
+from ultraattn.plans.tensors import Tensor
+from ultraattn.runtime.merge import merge_partials, sum_partials
+from ultraattn.runtime.pieces import Pieces, copy_overlap, is_summed, part_of
+
+Rectangle = tuple[int, int, int, int]
+
+
+def fill(places: Mapping[int, Array], values: Mapping[int, Value]) -> None:
+    """Zeros; minus infinity for an LSE: what a row that sees nothing gives."""
+    for number, place in places.items():
+        place.fill_(float("-inf") if values[number].tensor is Tensor.LSE else 0.0)
+
+
+def join_parts(
+    places: Mapping[int, Array], reads: Sequence[int], values: Mapping[int, Value], pieces: Pieces
+) -> None:
+    """Copies pieces side by side into larger values, changing the dtype where it differs."""
+    for number, place in places.items():
+        value = values[number]
+        for read in reads:
+            if values[read].tensor == value.tensor and values[read].chunk == value.chunk:
+                copy_overlap(place, value, pieces.get(read), values[read])
+
+
+def merge(
+    places: Mapping[int, Array],
+    parts: Mapping[int, Sequence[int]],
+    values: Mapping[int, Value],
+    pieces: Pieces,
+) -> None:
+    """Merges, for each place, the partial results in `parts`, piece by piece where they differ."""
+    for number, place in places.items():
+        value = values[number]
+        if value.tensor is Tensor.LSE:
+            continue
+        lse_number = _partner(number, places, values) if value.tensor is Tensor.O else -1
+        for rectangle in _atoms(value, [values[n] for n in parts[number]]):
+            atom = Value(value.tensor, value.chunk, *rectangle, rank=value.rank)
+            here = [n for n in parts[number] if _holds(values[n], atom)]
+            tensors = [part_of(pieces.get(n), values[n], atom) for n in here]
+            target = part_of(place, value, atom)
+            if is_summed(value):
+                sum_partials(tensors, out=target)
+                continue
+            lses = [_lse_of(n, parts[lse_number], values, pieces, atom) for n in here]
+            lse_target = part_of(places[lse_number], values[lse_number], atom)
+            merge_partials(tensors, lses, out=target, lse_out=lse_target)
+
+
+def _partner(number: int, places: Mapping[int, Array], values: Mapping[int, Value]) -> int:
+    o = values[number]
+    return next(
+        n
+        for n in places
+        if values[n].tensor is Tensor.LSE
+        and values[n].chunk == o.chunk
+        and _rectangle(values[n]) == _rectangle(o)
+    )
+
+
+def _lse_of(
+    number: int,
+    candidates: Sequence[int],
+    values: Mapping[int, Value],
+    pieces: Pieces,
+    atom: Value,
+) -> Array:
+    """The LSE of a partial O: the one with the same cover that holds the piece."""
+    o = values[number]
+    found = next(n for n in candidates if values[n].cover == o.cover and _holds(values[n], atom))
+    return part_of(pieces.get(found), values[found], atom)
+
+
+def _rectangle(value: Value) -> Rectangle:
+    return value.row_start, value.row_stop, value.head_start, value.head_stop
+
+
+def _holds(value: Value, atom: Value) -> bool:
+    return (
+        value.row_start <= atom.row_start
+        and atom.row_stop <= value.row_stop
+        and value.head_start <= atom.head_start
+        and atom.head_stop <= value.head_stop
+    )
+
+
+def _atoms(value: Value, parts: Sequence[Value]) -> list[Rectangle]:
+    """The rectangles into which the edges of all parts cut a value."""
+    if all(_rectangle(part) == _rectangle(value) for part in parts):
+        return [_rectangle(value)]
+    rows = {value.row_start, value.row_stop}
+    heads = {value.head_start, value.head_stop}
+    for part in parts:
+        rows |= {r for r in (part.row_start, part.row_stop) if value.row_start < r < value.row_stop}
+        heads |= {
+            h for h in (part.head_start, part.head_stop) if value.head_start < h < value.head_stop
+        }
+    row_cuts, head_cuts = sorted(rows), sorted(heads)
+    return [
+        (a, b, c, d)
+        for a, b in zip(row_cuts[:-1], row_cuts[1:], strict=True)
+        for c, d in zip(head_cuts[:-1], head_cuts[1:], strict=True)
+    ]

@@ -1,0 +1,177 @@
+"""Computes a launch: the blocks of a tile, from a rank's values to partial results."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor as Array
+
+from ultraattn.masks import Lengths, Mask
+from ultraattn.masks.grid import BlockKind
+from ultraattn.plans.check import Pass
+from ultraattn.plans.plan import RankPlan, RankProgram
+from ultraattn.plans.program import Block, Compute
+from ultraattn.plans.tensors import Tensor, accumulate_dtype
+from ultraattn.runtime.kernels import Piece, backward_row, forward_row
+from ultraattn.runtime.pieces import DTYPES, Pieces
+
+HeadRange = tuple[int, int]
+MASK_CACHE_BYTES = 64 * 2**20
+
+
+class Tiles:
+    """Computes the launches of one plan on one rank.
+
+    Args:
+        plan: what this rank loads of the plan.
+        mask: gives the visible pairs of PARTIAL blocks.
+        kernel: a kernel's name, or "auto".
+        tasks: tasks of the forward and of the backward program, all ranks together.
+    """
+
+    def __init__(self, plan: RankPlan, mask: Mask, kernel: str, tasks: Mapping[Pass, int]) -> None:
+        self._plan = plan
+        self._mask = mask
+        self._kernel = kernel
+        self._tasks = tasks
+        self._lengths = Lengths(plan.problem.q_len, plan.problem.kv_len)
+        self._masks: OrderedDict[tuple[int, int], Array] = OrderedDict()
+        self._mask_bytes = 0
+
+    def task_count(self, pass_: Pass) -> int:
+        """Tasks of a whole pass: how many message tags a call needs."""
+        return self._tasks[pass_]
+
+    def run(
+        self,
+        pass_: Pass,
+        task: Compute,
+        program: RankProgram,
+        pieces: Pieces,
+        places: Mapping[int, Array],
+    ) -> None:
+        """Fills `places` with the partial results of the task's tile."""
+        blocks = [program.blocks[block] for block in task.tile]
+        if pass_ is Pass.FORWARD:
+            self._forward(task, blocks, program, pieces, places)
+        else:
+            self._backward(task, blocks, program, pieces, places)
+
+    def _forward(
+        self,
+        task: Compute,
+        blocks: list[Block],
+        program: RankProgram,
+        pieces: Pieces,
+        places: Mapping[int, Array],
+    ) -> None:
+        lse_at = {
+            (v.chunk, v.head_start, v.head_stop): n
+            for n in places
+            if (v := program.values[n]).tensor is Tensor.LSE
+        }
+        for number, place in places.items():
+            value = program.values[number]
+            if value.tensor is not Tensor.O:
+                continue
+            lse_place = places[lse_at[value.chunk, value.head_start, value.head_stop]]
+            row = [block for block in blocks if block.q_chunk == value.chunk]
+            for heads, line in _by_heads(row, (value.head_start, value.head_stop)):
+                q = pieces.assemble(task.reads, Tensor.Q, value.chunk, heads)
+                found = [self._piece(task, pieces, block, heads) for block in line]
+                out, lse = forward_row(
+                    q, found, self._plan.problem.scale, kernel=self._kernel,
+                    dim_v=self._plan.problem.value_dim,
+                )  # fmt: skip
+                span = slice(heads[0] - value.head_start, heads[1] - value.head_start)
+                place[:, span].copy_(out)
+                lse_place[:, span].copy_(lse)
+
+    def _backward(
+        self,
+        task: Compute,
+        blocks: list[Block],
+        program: RankProgram,
+        pieces: Pieces,
+        places: Mapping[int, Array],
+    ) -> None:
+        problem = self._plan.problem
+        wide = DTYPES[accumulate_dtype(problem.dtype)]
+        sums = {n: torch.zeros_like(place, dtype=wide) for n, place in places.items()}
+        at = defaultdict(list)
+        for number in places:
+            value = program.values[number]
+            at[value.tensor, value.chunk].append((value.head_start, value.head_stop, number))
+
+        def add(tensor: Tensor, chunk: int, heads: HeadRange, part: Array) -> None:
+            for start, stop, number in at[tensor, chunk]:
+                a, b = max(start, heads[0]), min(stop, heads[1])
+                if a < b:
+                    sums[number][:, a - start : b - start] += part[:, a - heads[0] : b - heads[0]]
+
+        rows: dict[int, list[Block]] = defaultdict(list)
+        for block in blocks:
+            rows[block.q_chunk].append(block)
+        for chunk, row in rows.items():
+            everything = (min(b.head_start for b in row), max(b.head_stop for b in row))
+            for heads, line in _by_heads(row, everything):
+                if not line:
+                    continue
+                q, dout, lse, delta = (
+                    pieces.assemble(task.reads, tensor, chunk, heads)
+                    for tensor in (Tensor.Q, Tensor.DO, Tensor.LSE, Tensor.DELTA)
+                )
+                found = [self._piece(task, pieces, block, heads) for block in line]
+                dq, grads = backward_row(
+                    dout, q, lse, delta, found, problem.scale, kernel=self._kernel, wide=True
+                )
+                add(Tensor.DQ, chunk, heads, dq)
+                kv_heads = problem.kv_range(*heads)
+                for block, (dk, dv) in zip(line, grads, strict=True):
+                    add(Tensor.DK, block.kv_chunk, kv_heads, dk)
+                    add(Tensor.DV, block.kv_chunk, kv_heads, dv)
+        for number, place in places.items():
+            place.copy_(sums[number])
+
+    def _piece(self, task: Compute, pieces: Pieces, block: Block, heads: HeadRange) -> Piece:
+        problem = self._plan.problem
+        kv_heads = problem.kv_range(*heads)
+        return Piece(
+            k=pieces.assemble(task.reads, Tensor.K, block.kv_chunk, kv_heads),
+            v=pieces.assemble(task.reads, Tensor.V, block.kv_chunk, kv_heads),
+            kv_of_head=tuple(head // problem.group - kv_heads[0] for head in range(*heads)),
+            kind=block.kind,
+            lo=block.lo,
+            hi=block.hi,
+            mask=self._visible(block, heads) if block.kind is BlockKind.PARTIAL else None,
+        )
+
+    def _visible(self, block: Block, heads: HeadRange) -> Array:
+        """The visible pairs of a PARTIAL block: bool, (1 or heads, rows, columns)."""
+        key = (block.q_chunk, block.kv_chunk)
+        table = self._masks.get(key)
+        if table is None:
+            q = self._plan.q_layout.chunks[block.q_chunk].tokens()
+            kv = self._plan.kv_layout.chunks[block.kv_chunk].tokens()
+            truth = self._mask.dense(q, kv, self._lengths, heads=self._plan.problem.heads)
+            table = self._masks[key] = torch.from_numpy(np.ascontiguousarray(truth[0]))
+            self._mask_bytes += table.numel()
+            while self._mask_bytes > MASK_CACHE_BYTES and len(self._masks) > 1:
+                self._mask_bytes -= self._masks.popitem(last=False)[1].numel()
+        self._masks.move_to_end(key)
+        return table if len(table) == 1 else table[heads[0] : heads[1]]
+
+
+def _by_heads(blocks: Iterable[Block], heads: HeadRange) -> list[tuple[HeadRange, list[Block]]]:
+    """Cuts a head range where the blocks of a row differ by head."""
+    blocks = list(blocks)
+    cuts = {heads[0], heads[1]}
+    cuts |= {h for b in blocks for h in (b.head_start, b.head_stop) if heads[0] < h < heads[1]}
+    ordered = sorted(cuts)
+    return [
+        ((a, b), [x for x in blocks if x.head_start <= a and b <= x.head_stop])
+        for a, b in zip(ordered[:-1], ordered[1:], strict=True)
+    ]

@@ -1,0 +1,56 @@
+"""Lends memory to plans: buffers that calls borrow and give back, sized by capacity."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Lease:
+    """A borrowed buffer: `bytes` is a flat uint8 tensor, part of what must be given back."""
+
+    bytes: Tensor
+    whole: Tensor
+
+
+class Workspace:
+    """Flat byte buffers of one device, shared by all plans of a group.
+
+    It holds nothing between calls: what a buffer contains when it is borrowed is undefined.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[tuple[int, int, Tensor]] = []
+        self._made = 0
+        self.bytes_held = 0
+        self.bytes_lent = 0
+
+    def borrow(self, size: int) -> Lease:
+        """At least `size` bytes: a free buffer, or a new one."""
+        at = bisect.bisect_left(self._free, (size, -1))
+        if at < len(self._free) and self._free[at][0] <= 4 * size + 4096:
+            _, _, whole = self._free.pop(at)
+        else:
+            capacity = -(-size // ALIGN_BYTES) * ALIGN_BYTES
+            whole = torch.empty(capacity, dtype=torch.uint8, device=self._device)
+            self.bytes_held += capacity
+        self.bytes_lent += whole.numel()
+        return Lease(whole[:size], whole)
+
+    def give_back(self, lease: Lease) -> None:
+        """Returns what `borrow` lent; the caller reads and writes it no more."""
+        self.bytes_lent -= lease.whole.numel()
+        self._made += 1
+        bisect.insort(self._free, (lease.whole.numel(), self._made, lease.whole))
+
+    def clear(self) -> None:
+        """Frees the buffers that nobody borrows."""
+        self.bytes_held -= sum(size for size, _, _ in self._free)
+        self._free.clear()
