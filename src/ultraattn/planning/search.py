@@ -1,0 +1,198 @@
+"""Turns a starting assignment into a better one: drives the inner loop of `moves`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ultraattn.planning import moves
+from ultraattn.planning.ledger import Ints, TilingProblem, Value, evaluate
+
+HUGE = 2**62
+ODDS = [round(-math.log((k + 0.5) / 1024) * 65536) for k in range(1024)]
+
+
+def _seed(number: int) -> int:
+    """A start of the 32-bit generator, never 0: the mixer of splitmix64."""
+    z = (number + 1) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return ((z ^ (z >> 31)) & 0xFFFFFFFF) or 1
+
+
+def _native(values: Ints | Sequence[int]) -> Any:
+    """An array where the inner loop is compiled, else a list, which plain Python reads faster."""
+    array = np.ascontiguousarray(values, dtype=np.int64)
+    return array if moves.COMPILED else array.tolist()
+
+
+@dataclass(frozen=True, eq=False)
+class Arena:
+    """A problem as the flat arrays of the inner loop; lines are rows first, then columns."""
+
+    problem: TilingProblem
+    fixed: tuple[Any, ...]
+    free: Any
+    pinned: Any
+    block_line: Ints
+    line_size: int
+    odds: Any
+
+    @staticmethod
+    def make(problem: TilingProblem, pinned: Ints | None = None) -> Arena:
+        """`pinned`: 1 for every block (in their order) that may not move."""
+        ranges, rows, columns = problem.weight.shape
+        block = problem.blocks
+        count = len(block)
+        fixed = np.zeros(count, dtype=np.int64) if pinned is None else pinned
+        line = [block[:, 0] * rows + block[:, 1]]
+        index = [np.arange(count)]
+        for g, segments in enumerate(problem.segments):
+            own = np.flatnonzero(block[:, 0] == g)
+            for segment in segments:
+                line.append(ranges * rows + segment * columns + block[own, 2])
+                index.append(own)
+        line_of, block_of = np.concatenate(line), np.concatenate(index)
+        by_block = np.lexsort((line_of, block_of))
+        by_line = np.lexsort((block_of, line_of))
+        many = ranges * rows + problem.col_in.size
+
+        def starts(values: Ints, size: int) -> Ints:
+            return np.concatenate([[0], np.cumsum(np.bincount(values, minlength=size))])
+
+        owner = [np.tile(problem.q_owner, ranges), np.tile(problem.kv_owner, len(problem.col_in))]
+        size_in = np.concatenate([problem.row_in.ravel(), problem.col_in.ravel()])
+        size_out = np.concatenate([problem.row_out.ravel(), problem.col_out.ravel()])
+        return Arena(
+            problem=problem,
+            fixed=(
+                _native(problem.block_weight),
+                _native(starts(block_of, count)),
+                _native(line_of[by_block]),
+                _native(np.concatenate(owner)),
+                _native(size_in),
+                _native(size_out),
+                _native(starts(line_of, many)),
+                _native(block_of[by_line]),
+            ),
+            free=_native(np.flatnonzero(fixed == 0)),
+            pinned=_native(fixed),
+            block_line=np.stack([block_of, line_of]),
+            line_size=max(1, int((size_in + size_out).mean())),
+            odds=_native(ODDS),
+        )
+
+
+@dataclass(frozen=True)
+class Heat:
+    """One annealing: `rounds` falling temperatures, from `hot` to `cold`, `steps` proposals each.
+
+    Temperatures are in hundredths of the mean size of a line.
+    """
+
+    rounds: int
+    steps: int
+    hot: int = 100
+    cold: int = 10
+
+    def temperatures(self, unit: int) -> list[int]:
+        """Falling geometrically (in integers), the last ones zero."""
+        ratio = (self.cold / self.hot) ** (1 / max(1, self.rounds - 1))
+        return [int(self.hot * ratio**k * unit) // 100 for k in range(self.rounds)]
+
+
+SOFT = 64
+
+
+def _rings(start: Ints, ranks: int) -> tuple[Ints, Ints, Ints]:
+    """The blocks of each rank as a ring: next block, block before, and one block of each rank."""
+    order = np.argsort(start, kind="stable")
+    after, before = np.empty_like(start), np.empty_like(start)
+    cursor = np.full(ranks, -1, dtype=np.int64)
+    cuts = np.searchsorted(start[order], np.arange(ranks + 1))
+    for rank in range(ranks):
+        own = order[cuts[rank] : cuts[rank + 1]]
+        if len(own):
+            after[own], before[own] = np.roll(own, -1), np.roll(own, 1)
+            cursor[rank] = own[0]
+    return after, before, cursor
+
+
+def anneal(
+    arena: Arena,
+    start: Ints,
+    heat: Heat,
+    *,
+    seed: int,
+    lower: int,
+    best: tuple[Value, Ints] | None,
+    follow: bool = True,
+    hard: int = 6,
+    heavy: int = 6,
+    soft: int = 1,
+) -> tuple[Value, Ints] | None:
+    """One run from `start` (ranks in the order of blocks); the better of its best and `best`.
+
+    `follow`: hunt for a smaller volume than the best; otherwise for less traffic at that volume.
+    """
+    problem = arena.problem
+    count = len(start)
+    if not len(arena.free):
+        return best
+    ledger = evaluate(problem, problem.spread(start))
+    unit, many, mean = problem.size_unit, len(arena.fixed[3]), arena.line_size
+    counts = np.bincount(
+        start[arena.block_line[0]] * many + arena.block_line[1], minlength=problem.ranks * many
+    )
+    target = ledger.max_volume if best is None else best[0][0] - (unit if follow else 0)
+    target = max(target, lower)
+    over = int(
+        np.maximum(ledger.recv - target, 0).sum() + np.maximum(ledger.send - target, 0).sum()
+    )
+    excess = int(np.maximum(ledger.load - problem.cap, 0).sum())
+    state = [0] * moves.STATE_SIZE
+    state[moves.RANDOM] = _seed(seed)
+    state[moves.HARD_EXCESS], state[moves.LOAD_EXCESS] = over, excess
+    state[moves.TOTAL] = ledger.total
+    state[moves.BEST_VOLUME : moves.BEST_LOAD + 1] = best[0] if best else (HUGE, HUGE, HUGE)
+    rule = [0] * moves.RULE_SIZE
+    rule[moves.TARGET], rule[moves.CAP] = target, problem.cap
+    rule[moves.HARD], rule[moves.SOFT] = hard * SOFT, soft * SOFT
+    heaviest = int(problem.block_weight.max())
+    rule[moves.LOAD_SHIFT] = shift = max(0, heaviest.bit_length() - 1)
+    rule[moves.HEAVY] = ((heavy * SOFT * mean) << shift) // heaviest
+    rule[moves.LIGHT] = max(1, rule[moves.HEAVY] // 4)
+    rule[moves.SIZE_UNIT], rule[moves.LOWER] = unit, lower
+    rule[moves.FOLLOW] = int(follow)
+    kept, scalars = _native(start), _native(state)
+    moves.anneal(
+        heat.steps,
+        _native(heat.temperatures(mean * SOFT)),
+        arena.odds,
+        arena.free,
+        arena.pinned,
+        _native(np.zeros(2 * count + 4, dtype=np.int64)),
+        kept,
+        arena.fixed,
+        tuple(
+            _native(array)
+            for array in (
+                start.copy(),
+                *_rings(start, problem.ranks),
+                counts,
+                ledger.recv,
+                ledger.send,
+                ledger.load,
+            )
+        ),
+        scalars,
+        _native(rule),
+    )
+    if not scalars[moves.IMPROVED]:
+        return best
+    value = tuple(int(v) for v in scalars[moves.BEST_VOLUME : moves.BEST_LOAD + 1])
+    return (value[0], value[1], value[2]), np.asarray(kept, dtype=np.int64)
