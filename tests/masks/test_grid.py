@@ -124,6 +124,14 @@ def test_a_million_tokens_in_stripes_are_counted_exactly():
     assert (grid.kinds == BlockKind.BAND.code).all()
 
 
+@pytest.mark.parametrize("striped_queries", [True, False])
+def test_a_million_tokens_of_documents_in_stripes_are_counted_exactly(striped_queries):
+    stripes = Chunks(MILLION, tuple(Chunk(r, MILLION, 256) for r in range(256)))
+    mask = masks.document([1024] * 1024)
+    grid = mask.grid(stripes if striped_queries else split(MILLION, 256), stripes)
+    assert int(grid.weights.sum()) == 1024 * 1024 * 1025 // 2
+
+
 def test_a_grid_compares_by_value():
     chunks = split(20, 4)
     assert masks.causal().grid(chunks, chunks) == masks.causal().grid(chunks, chunks)

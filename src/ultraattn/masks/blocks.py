@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,12 @@ from ultraattn.masks.strips import Ints, Strips, ranges
 
 BATCH = 1 << 18
 """(trapezoid, key chunk) pairs handled at once, to bound memory."""
+
+FARTHEST = 2**61
+"""Past any local q - k."""
+
+_Run: TypeAlias = tuple[Ints, Ints, Ints]
+"""Trapezoids, and for each the first key chunk and the end of a run of key chunks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +63,9 @@ def grid_of_strips(strips: Strips, q_chunks: Chunks, kv_chunks: Chunks) -> Grid:
     Costs time by the bands of `strips` and the blocks they touch, not by tokens, except where the
     step of a key chunk does not divide that of a query chunk (rows are then taken by residue).
     """
-    cells = len(q_chunks) * len(kv_chunks)
-    weights = np.zeros(cells, dtype=np.int64)
-    least = np.full(cells, 2**61, dtype=np.int64)
-    greatest = np.full(cells, -(2**61), dtype=np.int64)
+    shape = (len(q_chunks), len(kv_chunks))
+    weights = np.zeros(shape, dtype=np.int64)
+    least, greatest = np.full(shape, FARTHEST), np.full(shape, -FARTHEST)
     kv_start, kv_step, kv_size = _columns(kv_chunks)
     q_step = _columns(q_chunks)[1]
     drawn = _trapezoids(strips, q_chunks)
@@ -68,17 +74,14 @@ def grid_of_strips(strips: Strips, q_chunks: Chunks, kv_chunks: Chunks) -> Grid:
         of_step = of_step[np.argsort(kv_start[of_step], kind="stable")]
         scaled = _by_residue(drawn, q_step, step)
         start, size = kv_start[of_step], kv_size[of_step]
-        for which, chunk in _pairs(scaled, start, start + step * (size - 1), step):
+        runs = _runs_of_one(scaled, start, size) if step == 1 else _runs(scaled, start, size, step)
+        shown = _Shown((len(q_chunks), len(of_step)))
+        for which, first, end in runs:
             part = scaled.take(which)
-            found, pairs, low, high = _clipped(part, start[chunk], size[chunk], step)
-            cell = part.q_chunk[found] * len(kv_chunks) + of_step[chunk[found]]
-            np.add.at(weights, cell, pairs)
-            np.minimum.at(least, cell, low)
-            np.maximum.at(greatest, cell, high)
-    shape = (1, len(q_chunks), len(kv_chunks))
-    return classify(
-        q_chunks, kv_chunks, weights.reshape(shape), least.reshape(shape), greatest.reshape(shape)
-    )
+            found, pairs, low, high = _clipped(part, start[first], size[first], step)
+            shown.add(part.q_chunk[found], first[found], end[found], pairs, low, high)
+        weights[:, of_step], least[:, of_step], greatest[:, of_step] = shown.total()
+    return classify(q_chunks, kv_chunks, weights[None], least[None], greatest[None])
 
 
 def _columns(chunks: Chunks) -> tuple[Ints, Ints, Ints]:
@@ -140,24 +143,89 @@ def _by_residue(drawn: _Trapezoids, q_step: Ints, kv_step: int) -> _Trapezoids:
     )
 
 
-def _pairs(drawn: _Trapezoids, start: Ints, last: Ints, step: int) -> Iterator[tuple[Ints, Ints]]:
-    """Batches of (trapezoid, key chunk) that may meet; chunks sorted by their first token."""
-    if step == 1:
-        low = drawn.start
-        high = drawn.stop + drawn.stop_slope * (drawn.rows - 1)
-        begin = np.searchsorted(last, low, side="left")
-        counts = np.maximum(0, np.searchsorted(start, high, side="left") - begin)
-    else:
-        begin = np.zeros(len(drawn.rows), dtype=np.int64)
-        counts = np.full(len(drawn.rows), len(start), dtype=np.int64)
+def _runs_of_one(drawn: _Trapezoids, start: Ints, size: Ints) -> Iterator[_Run]:
+    """Batches of (trapezoid, key chunk) that may meet; contiguous chunks, sorted."""
+    high = drawn.stop + drawn.stop_slope * (drawn.rows - 1)
+    begin = np.searchsorted(start + size, drawn.start, side="right")
+    counts = np.maximum(0, np.searchsorted(start, high, side="left") - begin)
     ends = np.cumsum(counts)
     at = 0
     while at < len(counts):
         base = int(ends[at - 1]) if at else 0
         to = max(at + 1, int(np.searchsorted(ends, base + BATCH, side="right")))
         which = np.repeat(np.arange(at, to), counts[at:to])
-        yield which, begin[which] + ranges(counts[at:to])
+        chunk = begin[which] + ranges(counts[at:to])
+        yield which, chunk, chunk + 1
         at = to
+
+
+def _runs(drawn: _Trapezoids, start: Ints, size: Ints, step: int) -> Iterator[_Run]:
+    """Batches of (trapezoid, run of stripes that all show the same of it); stripes sorted.
+
+    Stripes of one size that begin within one step differ in where they first meet a boundary by
+    one local key at most: before and after the residue of the boundary. Two boundaries, three runs.
+    """
+    period = start // step
+    differs = (np.diff(period) != 0) | (np.diff(size) != 0)
+    group = np.concatenate([[0], np.flatnonzero(differs) + 1])
+    group_end = np.append(group[1:], len(start))
+    at_once = max(1, BATCH // (3 * len(group)))
+    for at in range(0, len(drawn.rows), at_once):
+        part = drawn.take(slice(at, at + at_once))
+        meets = []
+        for boundary in (part.start, part.stop):
+            token = period[group][None, :] * step + ((boundary - 1) % step)[:, None]
+            meets.append(np.clip(np.searchsorted(start, token, side="right"), group, group_end))
+        low, high = np.minimum(*meets), np.maximum(*meets)
+        ends = [np.broadcast_to(e, low.shape) for e in (group, low, high, group_end)]
+        first, end = np.stack(ends[:-1], axis=-1), np.stack(ends[1:], axis=-1)
+        held = first < end
+        yield at + np.nonzero(held)[0], first[held], end[held]
+
+
+class _Shown:
+    """Sums pairs, and finds extremes of local q - k, over runs of key chunks of one query chunk.
+
+    Sums are kept as differences. Extremes of a run of n are those of two runs of the same power of
+    two that overlap; runs of 2**l are halved into those of 2**(l-1) once all of them are in.
+    """
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        self.shape = shape
+        self.change = np.zeros((shape[0], shape[1] + 1), dtype=np.int64)
+        self.least, self.greatest = np.full(shape, FARTHEST), np.full(shape, -FARTHEST)
+        self.long: list[tuple[Ints, ...]] = []
+
+    def add(self, q: Ints, first: Ints, end: Ints, pairs: Ints, low: Ints, high: Ints) -> None:
+        """Counts `pairs` and the extremes for each chunk in [first, end) beside query chunk q."""
+        np.add.at(self.change, (q, first), pairs)
+        np.subtract.at(self.change, (q, end), pairs)
+        one = end - first == 1
+        np.minimum.at(self.least, (q[one], first[one]), low[one])
+        np.maximum.at(self.greatest, (q[one], first[one]), high[one])
+        if not one.all():
+            self.long.append(tuple(column[~one] for column in (q, first, end, low, high)))
+
+    def total(self) -> tuple[Ints, Ints, Ints]:
+        """Pairs, least and greatest of each block: int64, `shape`."""
+        weights: Ints = np.cumsum(self.change, axis=1)[:, :-1]
+        if not self.long:
+            return weights, self.least, self.greatest
+        q, first, end, low, high = (
+            np.concatenate(column) for column in zip(*self.long, strict=True)
+        )
+        level = np.log2(end - first).astype(np.int64)
+        least, greatest = np.full(self.shape, FARTHEST), np.full(self.shape, -FARTHEST)
+        for power in range(int(level.max()), -1, -1):
+            at, span = level == power, 1 << power
+            for place in (first[at], end[at] - span):
+                np.minimum.at(least, (q[at], place), low[at])
+                np.maximum.at(greatest, (q[at], place), high[at])
+            if power:
+                half = span // 2
+                least[:, half:] = np.minimum(least[:, half:], least[:, :-half].copy())
+                greatest[:, half:] = np.maximum(greatest[:, half:], greatest[:, :-half].copy())
+        return weights, np.minimum(self.least, least), np.maximum(self.greatest, greatest)
 
 
 def _clipped(
@@ -202,7 +270,7 @@ def _clipped(
         + size * (end - right_kink)
         - _ramp(start, p_start, left_kink, end)
     )
-    high, low = np.full_like(pairs, -(2**61)), np.full_like(pairs, 2**61)
+    high, low = np.full_like(pairs, -FARTHEST), np.full_like(pairs, FARTHEST)
     for left, right in ((begin, begin), (end - 1, end - 1), (left_kink, right_kink)):
         for back in (0, 1):
             t = np.clip(left - back, begin, end - 1)

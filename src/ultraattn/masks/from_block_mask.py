@@ -138,16 +138,22 @@ def from_block_mask(block_mask: Any) -> BlockMaskMask:
         ) from error
     batch, heads, rows = lists[0][1].shape
     columns = -(-kv_length // kv_block)
-    states = np.zeros((batch, heads, rows, columns), dtype=np.int8)
-    for state, counts, indices in lists:
-        count, index = _array(counts), _array(indices)
-        listed = np.nonzero(np.arange(index.shape[-1]) < count[..., None])
-        states[(*listed[:3], index[listed])] = state
     if rows != -(-q_length // q_block):
         raise InputError(
             f"a block mask of {rows} query blocks of {q_block} for {q_length} queries: expected "
             f"{-(-q_length // q_block)}; make it again for these lengths"
         )
+    states = np.zeros((batch, heads, rows, columns), dtype=np.int8)
+    for state, counts, indices in lists:
+        count, index = _array(counts), _array(indices)
+        listed = np.nonzero(np.arange(index.shape[-1]) < count[..., None])
+        if index[listed].max(initial=0) >= max(columns, 1):
+            raise InputError(
+                f"a block mask that lists key block {index[listed].max()} of {kv_block} for "
+                f"{kv_length} keys: expected at most {columns} blocks; make it again for these "
+                "lengths"
+            )
+        states[(*listed[:3], index[listed])] = state
     if (states != states[:1]).any():
         raise InputError(
             f"a block mask of {batch} samples that differ: expected one mask for all samples; plan "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,17 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ultraattn.chunks import Chunks
 from ultraattn.errors import InputError
-from ultraattn.masks.base import JSON, Lengths, Mask, Progress, as_chunks
+from ultraattn.masks.base import JSON, Lengths, Mask
 from ultraattn.masks.draw import show
-from ultraattn.masks.grid import Grid, Ints
+from ultraattn.masks.grid import Ints
 from ultraattn.masks.strips import Bools
-
-LOG = logging.getLogger(__name__)
-
-COSTLY_TOKENS = 64 * 1024
-PAIRS_PER_SECOND = 10**8
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,30 +53,6 @@ class MaskMod(Mask):
         batch: int | None = None,
     ) -> Bools:
         return dense_mask_mod(self.function, q, kv, heads=heads, batch=batch)
-
-    def grid(
-        self,
-        q_chunks: Chunks | Ints | Any,
-        kv_chunks: Chunks | Ints | Any,
-        *,
-        heads: int | None = None,
-        batch: int | None = None,
-        progress: Progress | None = None,
-    ) -> Grid:
-        q, kv = as_chunks(q_chunks), as_chunks(kv_chunks)
-        if max(q.length, kv.length) > COSTLY_TOKENS:
-            pairs = q.length * kv.length
-            LOG.warning(
-                "%s is evaluated token by token: %d queries x %d keys are %.3g pairs, about %.0f s;"
-                " an analytic mask (causal, sliding_window, document, from_ranges, & and |) takes "
-                "none of it",
-                self,
-                q.length,
-                kv.length,
-                pairs,
-                pairs / PAIRS_PER_SECOND,
-            )
-        return super().grid(q, kv, heads=heads, batch=batch, progress=progress)
 
 
 def from_mask_mod(mask_mod: Callable[..., Any]) -> MaskMod:
@@ -130,10 +99,10 @@ def dense_mask_mod(
                 raise
             continue
         break
-    whole_shape = (b.shape[0], h.shape[1], len(q), len(kv))
-    shape = (1,) * (4 - truth.ndim) + truth.shape
-    axes = tuple(n if s != 1 else 1 for n, s in zip(whole_shape, shape, strict=False))
-    truth = _fitting(function, truth, (*axes[:2], len(q), len(kv)))
+    truth = truth.reshape(1, 1, 1, 1) if truth.size == 1 else truth
+    varies = [size > 1 for size in truth.shape[:2]]
+    axes = tuple(n if v else 1 for n, v in zip((len(b), h.shape[1]), varies, strict=False))
+    truth = _fitting(function, truth, (*axes, len(q), len(kv)))
     if len(truth) > 1 and bool((truth != truth[:1]).any()):
         raise InputError(
             f"mask_mod {_named(function)} varies over the batch: expected one mask for all samples"
@@ -178,7 +147,10 @@ def call_mask_mod(
 
 
 def _fitting(function: Callable[..., Any], truth: Bools, shape: tuple[int, ...]) -> Bools:
+    """`truth` broadcast to `shape`; fewer axes than that would align with the wrong ones."""
     try:
+        if truth.ndim not in (0, len(shape)) and truth.size != 1:
+            raise ValueError
         return np.broadcast_to(truth, shape)
     except ValueError:
         raise InputError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,12 @@ from ultraattn.masks.strips import Bools
 
 if TYPE_CHECKING:
     from ultraattn.masks.base import Lengths, Mask, Progress
+
+LOG = logging.getLogger(__name__)
+
+COSTLY_TOKENS = 64 * 1024
+PAIRS_PER_SECOND = 10**8
+"""Of a simple function on one core: what the warning's seconds are reckoned from."""
 
 PAIRS_AT_ONCE = 1 << 22
 """(head, query, key) truths held at once, to bound memory."""
@@ -29,8 +36,19 @@ def grid_of_tokens(
 ) -> Grid:
     """The exact grid (1, heads or 1, query chunks, key chunks); costs time by queries x keys.
 
-    `progress(done, total)` is told the query rows done.
+    `progress(done, total)` is told the query rows done. Above `COSTLY_TOKENS` a warning says what
+    it costs.
     """
+    if max(lengths.q, lengths.kv) > COSTLY_TOKENS:
+        pairs = lengths.q * lengths.kv * (heads or 1)
+        LOG.warning(
+            "mask %s is evaluated token by token: %s are up to %.2g truths, about %.0f s; "
+            "analytic masks (causal, document, from_ranges, ..., & and |) cost none of it",
+            mask,
+            lengths,
+            pairs,
+            pairs / PAIRS_PER_SECOND,
+        )
     keys = np.concatenate([np.zeros(0, dtype=np.int64), *(c.tokens() for c in kv_chunks)])
     sizes = kv_chunks.sizes()
     held = np.flatnonzero(sizes)
