@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
+from ultraattn.chunks import Ints
 from ultraattn.cluster import Cluster
+from ultraattn.enums import StrEnum
 from ultraattn.errors import InputError
 from ultraattn.masks import Grid, Lengths, Mask
-from ultraattn.planning.blocks import blocks_of
+from ultraattn.planning.assign import Assignment, TileOptions, assign_rows, assign_tiles
 from ultraattn.planning.graph import build_program
 from ultraattn.planning.layout import LayoutName, layout_by_name
-from ultraattn.plans.account import account
+from ultraattn.planning.sizes import Units
+from ultraattn.planning.tiling import Effort
 from ultraattn.plans.check import Pass
 from ultraattn.plans.layout import Layout
-from ultraattn.plans.plan import Bounds, PassPlan, Place, Plan
+from ultraattn.plans.plan import PassPlan, Place, Plan
 from ultraattn.plans.problem import Problem
 from ultraattn.plans.storage import canonical
-from ultraattn.strategies import rows
 
 PLANNER_VERSION = "1"
 """Changes whenever the same inputs would give other plan bytes."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to plan, with defaults that suit most callers."""
-
-    strategy: str = "rows"
-    head_groups: int = 1
 
 
 def plan(
@@ -47,11 +41,16 @@ def plan(
     scale: float | None = None,
     cluster: Cluster | None = None,
     ranks: int | None = None,
-    strategy: str = "rows",
+    strategy: str = "tile",
     layout: str | Layout = LayoutName.AUTO,
     kv_layout: str | Layout | None = None,
     chunks: int | None = None,
-    head_groups: int = 1,
+    head_groups: int | None = None,
+    load_cap: float | None = None,
+    strict_cap: bool = False,
+    effort: str = Effort.NORMAL,
+    units: str = Units.BYTES,
+    pin_diagonal: bool = False,
 ) -> Plan:
     """Plans one attention, forward and backward.
 
@@ -71,10 +70,17 @@ def plan(
         layout: a layout's name, or a `Layout` (of another plan, say).
         kv_layout: the same for keys; the queries' unless given.
         chunks: chunks of the sequence (the partition degree); the layout's least unless given.
-        head_groups: ranges that the heads are cut into.
+        head_groups: ranges that the heads are cut into; chosen unless given.
+        load_cap: the largest load over the mean (1.05 unless given); with ``units="paper"`` in
+            full blocks, ``ceil(W / N)`` unless given.
+        strict_cap: refuse a load cap that no assignment can keep, instead of raising it.
+        effort: instant, fast, normal or best: how many steps the search takes.
+        units: what sizes, bounds and proofs are stated in: bytes, or paper.
+        pin_diagonal: keep diagonal blocks on their owners, for comparison with the paper's code.
 
     Raises:
         InputError: an argument cannot be served; says what was given, expected, and to do.
+        MissingExtraError: effort normal or best without OR-Tools.
     """
     cluster = _cluster(cluster, ranks)
     kv_seqlen = seqlen if kv_seqlen is None else kv_seqlen
@@ -103,35 +109,40 @@ def plan(
         scale=float(head_dim**-0.5 if scale is None else scale),
     )
     place = Place(cluster.name, cluster.nodes, cluster.gpus_per_node)
-    options = Options(strategy, head_groups)
-    forward, backward = (
-        plan_pass(pass_, problem, grid, q_layout, k_layout, place, options) for pass_ in Pass
-    )
-    made = Plan(
-        problem, place, q_layout, k_layout, forward, backward, (("planner", PLANNER_VERSION),)
-    )
-    made.check()
-    return made
+    options = TileOptions(
+        head_groups, load_cap, strict_cap, _choice(Effort, "effort", effort),
+        _choice(Units, "units", units), pin_diagonal,
+    )  # fmt: skip
+    nominal = _nominal(mask, q_layout, k_layout) if options.units is Units.PAPER else None
+    passes = []
+    for pass_ in Pass:
+        made = assign(pass_, strategy, problem, grid, q_layout, k_layout, nominal, options)
+        program = build_program(
+            pass_, problem, q_layout, k_layout, place.node_of, made.blocks, made.ranks
+        )
+        passes.append(PassPlan(strategy, made.head_groups, made.bounds, made.notes, program))
+    versions = (("planner", PLANNER_VERSION),)
+    whole = Plan(problem, place, q_layout, k_layout, passes[0], passes[1], versions)
+    whole.check()
+    return whole
 
 
-def plan_pass(
+def assign(
     pass_: Pass,
+    strategy: str,
     problem: Problem,
     grid: Grid,
     q_layout: Layout,
     kv_layout: Layout,
-    place: Place,
-    options: Options,
-) -> PassPlan:
-    """Blocks, their ranks, and the program of one pass."""
-    blocks = blocks_of(grid, problem.heads, options.head_groups)
-    if options.strategy != "rows":
-        raise InputError(f"strategy {options.strategy!r}: expected rows")
-    assigned = rows(blocks, q_layout)
-    program = build_program(pass_, problem, q_layout, kv_layout, place.node_of, blocks, assigned)
-    volume = account(problem, program, place.node_of).max_volume
-    bounds = Bounds(float(volume), 0.0, proved=volume == 0)
-    return PassPlan(options.strategy, options.head_groups, bounds, (), program)
+    nominal: tuple[Ints, int] | None,
+    options: TileOptions,
+) -> Assignment:
+    """Blocks of one pass and their ranks, by the strategy called `strategy`."""
+    if strategy == "tile":
+        return assign_tiles(pass_, problem, grid, q_layout, kv_layout, nominal, options)
+    if strategy == "rows":
+        return assign_rows(pass_, problem, grid, q_layout, kv_layout, nominal, options)
+    raise InputError(f"strategy {strategy!r}: expected tile or rows")
 
 
 def grid_digest(grid: Grid) -> str:
@@ -149,6 +160,27 @@ def grid_digest(grid: Grid) -> str:
 def _pairs(grid: Grid, heads: int) -> int:
     total = int(grid.weights[0].sum())
     return total * heads if grid.heads == 1 else total
+
+
+E = TypeVar("E", bound=StrEnum)
+
+
+def _choice(kind: type[E], name: str, given: str) -> E:
+    """A member of an enum by its value; an error lists the valid ones."""
+    if given not in list(kind):
+        raise InputError(f"{name} {given!r}: expected one of {', '.join(kind)}")
+    return kind(given)
+
+
+def _nominal(mask: Mask, q_layout: Layout, kv_layout: Layout) -> tuple[Ints, int]:
+    names = {q_layout.name, kv_layout.name}
+    if not names <= {"contiguous", "zigzag", "remapped"}:
+        raise InputError(
+            f"units 'paper' with layout {q_layout.name!r}: its weights are of contiguous chunks; "
+            "use layout contiguous, zigzag or remapped, or units 'bytes'"
+        )
+    remapped = q_layout.name == "remapped"
+    return mask.nominal(len(q_layout.chunks), len(kv_layout.chunks), remapped=remapped)
 
 
 def _cluster(cluster: Cluster | None, ranks: int | None) -> Cluster:

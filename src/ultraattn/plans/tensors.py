@@ -25,20 +25,15 @@ class Tensor(StrEnum):
     DK = "dk"
     DV = "dv"
 
-    @property
-    def code(self) -> int:
-        """Its number in the columns of a program."""
-        return TENSOR_ORDER.index(self)
+    by_key: bool
+    """Whether its rows are keys and its heads key/value heads (else queries)."""
+    code: int
+    """Its number in the columns of a program."""
 
-    @property
-    def by_key(self) -> bool:
-        """Whether its rows are keys and its heads key/value heads (else queries)."""
-        return self in (Tensor.K, Tensor.V, Tensor.DK, Tensor.DV)
-
-    @property
-    def partner(self) -> Tensor | None:
-        """The tensor that always travels and merges with it: O with LSE."""
-        return {Tensor.O: Tensor.LSE, Tensor.LSE: Tensor.O}.get(self)
+    def __init__(self, name: str) -> None:
+        # Plain attributes: plans ask for them hundreds of thousands of times.
+        self.by_key = name in ("k", "v", "dk", "dv")
+        self.code = len(type(self).__members__)
 
 
 TENSOR_ORDER = tuple(Tensor)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ultraattn.errors import InputError, RunError
 
-PRELOAD = ["ultraattn.runtime.local", "ultraattn.runtime.attention"]
+PRELOAD = ["ultraattn.runtime.local", "ultraattn.runtime.attention", "torch._dynamo"]
 """What the fork server imports once, so that a rank starts in a fraction of a second."""
 
 
