@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,7 +27,7 @@ def head_ranges(heads: int, groups: int) -> tuple[HeadRange, ...]:
             "least one head"
         )
     cuts = [g * heads // groups for g in range(groups + 1)]
-    return tuple(zip(cuts[:-1], cuts[1:], strict=True))
+    return tuple(itertools.pairwise(cuts))
 
 
 def blocks_of(grid: Grid, heads: int, groups: int = 1) -> list[Block]:

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ultraattn.plans.builder import Key, ProgramBuilder
-from ultraattn.plans.check import Pass
 from ultraattn.plans.layout import Layout
+from ultraattn.plans.passes import Pass
 from ultraattn.plans.problem import Problem
 from ultraattn.plans.program import Block, LocalOp, Program, Value
 from ultraattn.plans.tensors import Tensor
@@ -134,8 +134,8 @@ class _Graph:
         for rank in sorted(queue):
             for position, (step, chunk, by_key) in enumerate(sorted(queue[rank])):
                 self.arrival[rank, by_key, chunk] = position
-                heads = runs(needs[rank, by_key, chunk])
-                self._send_chunk(rank, by_key, chunk, heads, (INPUTS, step, chunk, int(by_key)))
+                spans = runs(needs[rank, by_key, chunk])
+                self._send_chunk(rank, by_key, chunk, spans, (INPUTS, step, chunk, int(by_key)))
 
     def _send_chunk(
         self, rank: int, by_key: bool, chunk: int, heads: list[HeadRange], key: Key
@@ -280,9 +280,7 @@ class _Graph:
                 v = self.builder.values[value]
                 self.partials[owner, v.tensor, chunk, (v.head_start, v.head_stop)].append(value)
             number = 2 * len(self.ranks) + 2 * chunk + by_key
-            self.builder.transfer(
-                rank, parts, arrived, (WORK, last[by_key, chunk], rank, number)
-            )
+            self.builder.transfer(rank, parts, arrived, (WORK, last[by_key, chunk], rank, number))
 
     def _join(self, rank: int, parts: list[int], heads: HeadRange, key: Key) -> int:
         first = self.builder.values[parts[0]]
@@ -301,8 +299,10 @@ class _Graph:
         by_chunk: dict[tuple[Tensor, int], dict[HeadRange, list[int]]] = defaultdict(dict)
         for (_, tensor, chunk, heads), parts in self.partials.items():
             by_chunk[tensor, chunk].setdefault(heads, []).extend(parts)
-        groups = ((Tensor.O, Tensor.LSE),) if self.pass_ is Pass.FORWARD else tuple(
-            (tensor,) for tensor in self.pass_.results
+        groups = (
+            ((Tensor.O, Tensor.LSE),)
+            if self.pass_ is Pass.FORWARD
+            else tuple((tensor,) for tensor in self.pass_.results)
         )
         for group in groups:
             layout = self.layout(group[0].by_key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from ultraattn.chunks import Chunk, Chunks, edges, split
@@ -54,7 +55,7 @@ def striped(length: int, ranks: int, chunks: int | None = None) -> Layout:
     for rank in range(ranks):
         count = len(range(rank, length, ranks))
         cuts = edges(count, per).tolist()
-        for a, b in zip(cuts[:-1], cuts[1:], strict=True):
+        for a, b in itertools.pairwise(cuts):
             start = min(rank + a * ranks, length)
             items.append(Chunk(start, min(rank + b * ranks, length) if b > a else start, ranks))
             owners.append(rank)

@@ -2,8 +2,9 @@
 
 from ultraattn.plans.account import Account
 from ultraattn.plans.builder import ProgramBuilder
-from ultraattn.plans.check import Pass, check_program
+from ultraattn.plans.check import check_program
 from ultraattn.plans.layout import Layout
+from ultraattn.plans.passes import Pass
 from ultraattn.plans.plan import Bounds, PassPlan, Place, Plan, RankPlan, RankProgram
 from ultraattn.plans.problem import Problem
 from ultraattn.plans.program import (
@@ -51,4 +52,5 @@ __all__ = [
     "Tensor",
     "Transfer",
     "Value",
+    "check_program",
 ]

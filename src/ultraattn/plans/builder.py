@@ -162,7 +162,9 @@ class ProgramBuilder:
     ) -> tuple[BufferColumns, list[int]]:
         """Every value that a task writes, other than the outputs, gets a buffer of its own."""
         widths = self._problem.widths
-        ranks, sizes, buffer_of = [], [], [-1] * len(self.values)
+        ranks: list[int] = []
+        sizes: list[int] = []
+        buffer_of = [-1] * len(self.values)
         for index, value in enumerate(self.values):
             if index in producer and index not in outputs:
                 buffer_of[index] = len(ranks)

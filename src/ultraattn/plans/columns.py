@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +64,7 @@ class Ragged(ByContent):
     def rows(self) -> list[list[int]]:
         """All rows; cheaper than `row` one by one."""
         items, cuts = self.items.tolist(), self.offsets.tolist()
-        return [items[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+        return [items[a:b] for a, b in itertools.pairwise(cuts)]
 
     def to_json(self) -> dict[str, Any]:
         """Row lengths and items, as plain lists."""

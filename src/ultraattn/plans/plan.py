@@ -13,9 +13,10 @@ import numpy as np
 from ultraattn.chunks import Ints
 from ultraattn.errors import InputError
 from ultraattn.plans.account import Account, account
-from ultraattn.plans.check import Pass, check_program
+from ultraattn.plans.check import check_program
 from ultraattn.plans.columns import ByContent
 from ultraattn.plans.layout import Layout
+from ultraattn.plans.passes import Pass
 from ultraattn.plans.problem import Problem
 from ultraattn.plans.program import Block, Program, Task, Value
 

@@ -56,8 +56,8 @@ class Problem:
             raise InputError(f"scale {self.scale}: expected a finite number")
         if self.softcap is not None or self.sink:
             raise InputError(
-                "softcap and attention sinks are reserved in the plan format and not supported yet; "
-                "leave softcap=None and sink=False"
+                "softcap and attention sinks are reserved in the plan format and not supported "
+                "yet; leave softcap=None and sink=False"
             )
         _ = self.widths
 

@@ -199,9 +199,7 @@ def _columns_json(columns: Any) -> dict[str, Any]:
 
 
 def _read_pass(read: _Reader, data: Any, where: str) -> PassPlan:
-    fields = read.mapping(
-        data, where, {"strategy", "head_groups", "bounds", "notes", "program"}
-    )
+    fields = read.mapping(data, where, {"strategy", "head_groups", "bounds", "notes", "program"})
     kinds: dict[str, type[Any]] = {
         "blocks": BlockColumns,
         "values": ValueColumns,
@@ -294,6 +292,8 @@ class _Reader:
         }
         for name, value in values.items():
             expected = allowed[fields[name]]
-            if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
+            if not isinstance(value, expected) or (
+                isinstance(value, bool) and bool not in expected
+            ):
                 raise self.error(f"{where}.{name}", f"must be {fields[name]}, is {value!r}")
         return kind(**values)

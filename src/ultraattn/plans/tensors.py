@@ -56,9 +56,7 @@ class Widths:
 
     def __post_init__(self) -> None:
         if self.dtype not in ELEMENT_BYTES:
-            raise InputError(
-                f"dtype {self.dtype!r}: expected one of {', '.join(ELEMENT_BYTES)}"
-            )
+            raise InputError(f"dtype {self.dtype!r}: expected one of {', '.join(ELEMENT_BYTES)}")
 
     def width(self, tensor: Tensor) -> int:
         """Elements of `tensor` for one row and one head."""

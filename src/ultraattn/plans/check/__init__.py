@@ -1,0 +1,37 @@
+"""Proves a program sound without running it: nothing lost, nothing twice, nothing that can hang.
+
+Each rule is one function over `Facts` that raises `PlanError` with the rule's name first. The
+rules stand in the order in which a fault is easiest to read: numbers before places, places before
+order, order before coverage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ultraattn.plans.check.buffers import BUFFER_RULES
+from ultraattn.plans.check.covers import COVER_RULES
+from ultraattn.plans.check.facts import Facts
+from ultraattn.plans.check.numbers import NUMBER_RULES
+from ultraattn.plans.check.order import ORDER_RULES
+from ultraattn.plans.check.places import PLACE_RULES
+from ultraattn.plans.layout import Layout
+from ultraattn.plans.passes import Pass
+from ultraattn.plans.problem import Problem
+from ultraattn.plans.program import Program
+
+__all__ = ["Pass", "check_program"]
+
+
+def check_program(
+    pass_: Pass,
+    problem: Problem,
+    q_layout: Layout,
+    kv_layout: Layout,
+    nodes: Sequence[int],
+    program: Program,
+) -> None:
+    """Raises PlanError, naming the rule and the task or value, where the program is unsound."""
+    facts = Facts(pass_, problem, q_layout, kv_layout, nodes, program)
+    for rule in (*NUMBER_RULES, *PLACE_RULES, *ORDER_RULES, *COVER_RULES, *BUFFER_RULES):
+        rule(facts)
