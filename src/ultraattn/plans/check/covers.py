@@ -109,6 +109,8 @@ def tile_outputs_complete(facts: Facts) -> None:
     for task in facts.tasks:
         if not isinstance(task, Compute):
             continue
+        if not task.tile:
+            raise facts.fail("outputs of a tile", f"{facts.name(task.index)} computes no block")
         outputs: dict[tuple[Tensor, int], list[Value]] = defaultdict(list)
         for number in task.writes:
             value = facts.values[number]
@@ -129,7 +131,8 @@ def tile_outputs_complete(facts: Facts) -> None:
                 if rows == 0 or not (expected or holders):
                     continue
                 if (
-                    len(holders) != 1
+                    not expected
+                    or len(holders) != 1
                     or _relevant(facts, holders[0].cover, tensor, atom) != expected
                     or (holders[0].row_start, holders[0].row_stop) != (0, rows)
                 ):
