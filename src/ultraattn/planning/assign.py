@@ -8,27 +8,24 @@ from fractions import Fraction
 
 import numpy as np
 
-from ultraattn.chunks import Ints
 from ultraattn.errors import InputError
-from ultraattn.masks import Grid
 from ultraattn.planning.blocks import blocks_of, head_ranges
 from ultraattn.planning.ledger import NO_RANK, evaluate
+from ultraattn.planning.setting import Setting, nominal_weights
 from ultraattn.planning.sizes import SizedProblem, Units, sized_problem
 from ultraattn.planning.tiling import Effort, TilingResult, solve
 from ultraattn.plans.check import Pass
-from ultraattn.plans.layout import Layout
 from ultraattn.plans.plan import Bounds
-from ultraattn.plans.problem import Problem
 from ultraattn.plans.program import Block
 from ultraattn.strategies import rows
 
-MOST_BLOCKS = {
-    Effort.INSTANT: 4_096,
-    Effort.FAST: 8_192,
-    Effort.NORMAL: 16_384,
-    Effort.BEST: 65_536,
+MOST_CELLS = {
+    Effort.INSTANT: 16_384,
+    Effort.FAST: 32_768,
+    Effort.NORMAL: 65_536,
+    Effort.BEST: 262_144,
 }
-"""Blocks over which several head ranges are still tried."""
+"""Cells of all head ranges together, up to which more ranges are tried."""
 
 
 @dataclass(frozen=True)
@@ -62,23 +59,14 @@ class _Candidate:
     sized: SizedProblem
 
 
-def assign_tiles(
-    pass_: Pass,
-    problem: Problem,
-    grid: Grid,
-    q_layout: Layout,
-    kv_layout: Layout,
-    nominal: tuple[Ints, int] | None,
-    options: TileOptions,
-) -> Assignment:
+def assign_tiles(pass_: Pass, made: Setting, options: TileOptions) -> Assignment:
     """The tile strategy for one pass.
 
     Several numbers of head ranges are compared by structured assignments, and the most promising
     is searched with the effort asked for; the result is never worse than any of those.
     """
     candidates = [
-        _candidate(pass_, problem, grid, q_layout, kv_layout, nominal, options, groups)
-        for groups in _group_counts(problem, q_layout, grid, options)
+        _candidate(pass_, made, options, groups) for groups in _group_counts(made, options)
     ]
     if not candidates[0].blocks:
         bounds = Bounds(0.0, 0.0, proved=True, units=str(options.units))
@@ -96,62 +84,52 @@ def assign_tiles(
     return _assignment(candidates[chosen], result, options)
 
 
-def assign_rows(
-    pass_: Pass,
-    problem: Problem,
-    grid: Grid,
-    q_layout: Layout,
-    kv_layout: Layout,
-    nominal: tuple[Ints, int] | None,
-    options: TileOptions,
-) -> Assignment:
+def assign_rows(pass_: Pass, made: Setting, options: TileOptions) -> Assignment:
     """The rows strategy: the owner of a query chunk computes its row; no cap is kept."""
     groups = options.head_groups or 1
-    made = _candidate(pass_, problem, grid, q_layout, kv_layout, nominal, options, groups)
-    ranks = rows(made.blocks, q_layout)
-    flat = np.full(made.sized.tiling.weight.size, NO_RANK, dtype=np.int64)
-    flat[made.sized.cell_of] = ranks
-    ledger = evaluate(made.sized.tiling, flat.reshape(made.sized.tiling.weight.shape))
-    volume = ledger.max_volume / made.sized.unit
+    candidate = _candidate(pass_, made, options, groups)
+    tiling = candidate.sized.tiling
+    ranks = rows(candidate.blocks, made.q_layout)
+    flat = np.full(tiling.weight.size, NO_RANK, dtype=np.int64)
+    flat[candidate.sized.cell_of] = ranks
+    volume = evaluate(tiling, flat.reshape(tiling.weight.shape)).max_volume / candidate.sized.unit
     bounds = Bounds(volume, 0.0, proved=volume == 0, units=str(options.units))
-    return Assignment(made.blocks, ranks, groups, bounds, ())
+    return Assignment(candidate.blocks, ranks, groups, bounds, ())
 
 
-def _candidate(
-    pass_: Pass,
-    problem: Problem,
-    grid: Grid,
-    q_layout: Layout,
-    kv_layout: Layout,
-    nominal: tuple[Ints, int] | None,
-    options: TileOptions,
-    groups: int,
-) -> _Candidate:
-    ranges = head_ranges(problem.heads, groups)
-    blocks = blocks_of(grid, problem.heads, groups)
+def _candidate(pass_: Pass, made: Setting, options: TileOptions, groups: int) -> _Candidate:
+    ranges = head_ranges(made.problem.heads, groups)
+    blocks = blocks_of(made.grid, made.problem.heads, groups)
     sized = sized_problem(
-        pass_, problem, q_layout, kv_layout, blocks, ranges,
-        units=options.units, nominal=nominal, load_cap=options.load_cap, eta=options.eta,
-    )  # fmt: skip
+        pass_,
+        made.problem,
+        made.q_layout,
+        made.kv_layout,
+        blocks,
+        ranges,
+        units=options.units,
+        nominal=nominal_weights(made) if options.units is Units.PAPER else None,
+        load_cap=options.load_cap,
+        eta=options.eta,
+    )
     return _Candidate(groups, blocks, sized)
 
 
-def _group_counts(
-    problem: Problem, q_layout: Layout, grid: Grid, options: TileOptions
-) -> list[int]:
+def _group_counts(made: Setting, options: TileOptions) -> list[int]:
     """Numbers of head ranges worth comparing: 1, powers of two, and one a rank."""
+    heads, ranks = made.problem.heads, made.q_layout.ranks
     if options.head_groups is not None:
-        if not 1 <= options.head_groups <= problem.heads:
+        if not 1 <= options.head_groups <= heads:
             raise InputError(
-                f"head_groups {options.head_groups} of {problem.heads} heads: expected 1 to "
-                f"{problem.heads}, since a range holds at least one head"
+                f"head_groups {options.head_groups} of {heads} heads: expected 1 to {heads}, "
+                "since a range holds at least one head"
             )
         return [options.head_groups]
-    cells = max(1, int(np.count_nonzero(grid.kinds[0].any(axis=0))))
-    most = min(problem.heads, q_layout.ranks, MOST_BLOCKS[options.effort] // cells)
+    cells = max(1, len(made.q_layout.chunks) * len(made.kv_layout.chunks))
+    most = min(heads, ranks, MOST_CELLS[options.effort] // cells)
     counts = {1} | {2**k for k in range(1, 12) if 2**k <= most}
-    if q_layout.ranks <= most:
-        counts.add(q_layout.ranks)
+    if ranks <= most:
+        counts.add(ranks)
     return sorted(counts)
 
 

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from typing import TypeVar
 
-import numpy as np
-
-from ultraattn.chunks import Ints
 from ultraattn.cluster import Cluster
 from ultraattn.enums import StrEnum
 from ultraattn.errors import InputError
-from ultraattn.masks import Grid, Lengths, Mask
+from ultraattn.masks import Lengths, Mask
 from ultraattn.planning.assign import Assignment, TileOptions, assign_rows, assign_tiles
 from ultraattn.planning.graph import build_program
-from ultraattn.planning.layout import LayoutName, layout_by_name
+from ultraattn.planning.layout import LayoutName
+from ultraattn.planning.layout_search import searched
+from ultraattn.planning.setting import Setting, Shape, at_level_degree, default_layout, setting
 from ultraattn.planning.sizes import Units
 from ultraattn.planning.tiling import Effort
 from ultraattn.plans.check import Pass
 from ultraattn.plans.layout import Layout
 from ultraattn.plans.plan import PassPlan, Place, Plan
-from ultraattn.plans.problem import Problem
-from ultraattn.plans.storage import canonical
 
 PLANNER_VERSION = "1"
 """Changes whenever the same inputs would give other plan bytes."""
@@ -84,82 +80,115 @@ def plan(
     """
     cluster = _cluster(cluster, ranks)
     kv_seqlen = seqlen if kv_seqlen is None else kv_seqlen
-    lengths = Lengths(seqlen, kv_seqlen)
-    mask.check(lengths, heads)
-    q_layout = _layout(layout, mask, seqlen, cluster, chunks)
-    same = kv_layout is None and kv_seqlen == seqlen
-    k_layout = (
-        q_layout
-        if same
-        else _layout(kv_layout or _name_of(layout), mask, kv_seqlen, cluster, chunks)
+    shape = Shape(
+        seqlen,
+        kv_seqlen,
+        heads,
+        heads if kv_heads is None else kv_heads,
+        head_dim,
+        head_dim if value_dim is None else value_dim,
+        dtype,
+        float(head_dim**-0.5 if scale is None else scale),
     )
-    grid = mask.grid(q_layout.chunks, k_layout.chunks, heads=heads)
-    problem = Problem(
-        mask=canonical(mask.spec()) if mask.savable else "",
-        mask_label=str(mask),
-        mask_digest=grid_digest(grid),
-        visible_pairs=_pairs(grid, heads),
-        q_len=seqlen,
-        kv_len=kv_seqlen,
-        heads=heads,
-        kv_heads=heads if kv_heads is None else kv_heads,
-        head_dim=head_dim,
-        value_dim=head_dim if value_dim is None else value_dim,
-        dtype=dtype,
-        scale=float(head_dim**-0.5 if scale is None else scale),
-    )
-    place = Place(cluster.name, cluster.nodes, cluster.gpus_per_node)
+    mask.check(Lengths(seqlen, kv_seqlen), heads)
     options = TileOptions(
         head_groups, load_cap, strict_cap, _choice(Effort, "effort", effort),
         _choice(Units, "units", units), pin_diagonal,
     )  # fmt: skip
-    nominal = _nominal(mask, q_layout, k_layout) if options.units is Units.PAPER else None
-    passes = []
-    for pass_ in Pass:
-        made = assign(pass_, strategy, problem, grid, q_layout, k_layout, nominal, options)
-        program = build_program(
-            pass_, problem, q_layout, k_layout, place.node_of, made.blocks, made.ranks
-        )
-        passes.append(PassPlan(strategy, made.head_groups, made.bounds, made.notes, program))
-    versions = (("planner", PLANNER_VERSION),)
-    whole = Plan(problem, place, q_layout, k_layout, passes[0], passes[1], versions)
-    whole.check()
+    candidates = settings(mask, shape, cluster, strategy, layout, kv_layout, chunks, options)
+    made = candidates[0] if len(candidates) == 1 else most_promising(candidates, options)
+    place = Place(cluster.name, cluster.nodes, cluster.gpus_per_node)
+    forward, backward = (plan_pass(pass_, strategy, made, place, options) for pass_ in Pass)
+    whole = Plan(
+        made.problem,
+        place,
+        made.q_layout,
+        made.kv_layout,
+        forward,
+        backward,
+        (("planner", PLANNER_VERSION),),
+    )
+    if options.effort is not Effort.INSTANT:
+        whole.check()  # An instant plan is checked when it is saved or run.
     return whole
 
 
-def assign(
-    pass_: Pass,
-    strategy: str,
-    problem: Problem,
-    grid: Grid,
-    q_layout: Layout,
-    kv_layout: Layout,
-    nominal: tuple[Ints, int] | None,
-    options: TileOptions,
-) -> Assignment:
+def plan_pass(
+    pass_: Pass, strategy: str, made: Setting, place: Place, options: TileOptions
+) -> PassPlan:
+    """Blocks, their ranks, and the program of one pass."""
+    chosen = assign(pass_, strategy, made, options)
+    program = build_program(
+        pass_,
+        made.problem,
+        made.q_layout,
+        made.kv_layout,
+        place.node_of,
+        chosen.blocks,
+        chosen.ranks,
+    )
+    return PassPlan(strategy, chosen.head_groups, chosen.bounds, chosen.notes, program)
+
+
+def assign(pass_: Pass, strategy: str, made: Setting, options: TileOptions) -> Assignment:
     """Blocks of one pass and their ranks, by the strategy called `strategy`."""
     if strategy == "tile":
-        return assign_tiles(pass_, problem, grid, q_layout, kv_layout, nominal, options)
+        return assign_tiles(pass_, made, options)
     if strategy == "rows":
-        return assign_rows(pass_, problem, grid, q_layout, kv_layout, nominal, options)
+        return assign_rows(pass_, made, options)
     raise InputError(f"strategy {strategy!r}: expected tile or rows")
 
 
-def grid_digest(grid: Grid) -> str:
-    """SHA-256 over the chunks, kinds, bands and weights of a grid."""
-    digest = hashlib.sha256()
-    for chunks in (grid.q_chunks, grid.kv_chunks):
-        digest.update(canonical([[c.start, c.stop, c.step] for c in chunks]).encode())
-    for field in ("kinds", "lo", "hi", "weights"):
-        array = np.ascontiguousarray(getattr(grid, field), dtype="<i8")
-        digest.update(canonical(list(array.shape)).encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()
+def settings(
+    mask: Mask,
+    shape: Shape,
+    cluster: Cluster,
+    strategy: str,
+    layout: str | Layout,
+    kv_layout: str | Layout | None,
+    chunks: int | None,
+    options: TileOptions,
+) -> list[Setting]:
+    """The layouts worth comparing, with the mask's grid over each; the default first.
+
+    A layout that was asked for is the only one. For `auto`, efforts normal and best compare the
+    mask's own remap (or contiguous chunks), zigzag, and what swaps of owners find.
+    """
+
+    def make(name: str | Layout, count: int | None) -> Setting:
+        q = _layout(name, mask, shape.q_len, cluster, count)
+        if kv_layout is None and shape.kv_len == shape.q_len:
+            return setting(mask, shape, q, q)
+        keys = kv_layout or (name if isinstance(name, str) else LayoutName.CONTIGUOUS)
+        return setting(mask, shape, q, _layout(keys, mask, shape.kv_len, cluster, count))
+
+    def at(name: str | Layout) -> Setting:
+        if chunks is not None or strategy != "tile" or isinstance(name, Layout):
+            return make(name, chunks)
+        return at_level_degree(lambda count: make(name, count), options.eta)
+
+    found = [at(layout)]
+    thorough = options.effort in (Effort.NORMAL, Effort.BEST) and strategy == "tile"
+    if layout == LayoutName.AUTO and thorough and shape.q_len == shape.kv_len:
+        first = found[0]
+        ranks = cluster.ranks
+        if first.q_layout.name == LayoutName.CONTIGUOUS:
+            if chunks is None or chunks % (2 * ranks) == 0:
+                found.append(at(LayoutName.ZIGZAG))
+            better = searched(first.q_layout, first.grid.kinds[0].any(axis=0))
+            if better is not None:
+                found.append(setting(mask, shape, better, better))
+    return found
 
 
-def _pairs(grid: Grid, heads: int) -> int:
-    total = int(grid.weights[0].sum())
-    return total * heads if grid.heads == 1 else total
+def most_promising(candidates: list[Setting], options: TileOptions) -> Setting:
+    """The setting whose quick assignments load the busiest link least, both passes together."""
+    quick = dataclasses.replace(options, effort=Effort.FAST)
+
+    def cost(made: Setting) -> float:
+        return sum(assign_tiles(pass_, made, quick).bounds.max_volume for pass_ in Pass)
+
+    return min(candidates, key=cost)
 
 
 E = TypeVar("E", bound=StrEnum)
@@ -170,17 +199,6 @@ def _choice(kind: type[E], name: str, given: str) -> E:
     if given not in list(kind):
         raise InputError(f"{name} {given!r}: expected one of {', '.join(kind)}")
     return kind(given)
-
-
-def _nominal(mask: Mask, q_layout: Layout, kv_layout: Layout) -> tuple[Ints, int]:
-    names = {q_layout.name, kv_layout.name}
-    if not names <= {"contiguous", "zigzag", "remapped"}:
-        raise InputError(
-            f"units 'paper' with layout {q_layout.name!r}: its weights are of contiguous chunks; "
-            "use layout contiguous, zigzag or remapped, or units 'bytes'"
-        )
-    remapped = q_layout.name == "remapped"
-    return mask.nominal(len(q_layout.chunks), len(kv_layout.chunks), remapped=remapped)
 
 
 def _cluster(cluster: Cluster | None, ranks: int | None) -> Cluster:
@@ -194,10 +212,6 @@ def _cluster(cluster: Cluster | None, ranks: int | None) -> Cluster:
     return cluster
 
 
-def _name_of(layout: str | Layout) -> str:
-    return layout if isinstance(layout, str) else LayoutName.CONTIGUOUS
-
-
 def _layout(
     layout: str | Layout, mask: Mask, length: int, cluster: Cluster, chunks: int | None
 ) -> Layout:
@@ -207,11 +221,5 @@ def _layout(
                 f"layout for {layout.length} tokens over {layout.ranks} ranks, the plan is for "
                 f"{length} tokens over {cluster.ranks}; make a layout for these"
             )
-        return dataclasses.replace(layout)
-    order = mask.cell_order()
-    name = layout
-    if name == LayoutName.AUTO:
-        name = LayoutName.CONTIGUOUS if order is None else LayoutName.REMAPPED
-    return layout_by_name(
-        name, length, cluster.ranks, order=order, chunks=chunks, align=cluster.align
-    )
+        return layout
+    return default_layout(layout, mask, length, cluster.ranks, chunks, cluster.align)
