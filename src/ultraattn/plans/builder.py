@@ -32,7 +32,7 @@ Key = tuple[int, ...]
 """Where a task stands in the order of issue; ties keep the order of addition."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class _Draft:
     key: Key
     kind: TaskKind
@@ -71,7 +71,7 @@ class ProgramBuilder:
 
     def copy(self, value: int, rank: int, **changes: Any) -> int:
         """Adds the value that `value` becomes on another rank, whole or in part."""
-        return self.value(dataclasses.replace(self.values[value], rank=rank, **changes))
+        return self.value(self.values[value]._replace(rank=rank, **changes))
 
     def compute(
         self, rank: int, tile: Iterable[int], reads: Iterable[int], writes: Iterable[int], key: Key

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from ultraattn.chunks import Ints
 from ultraattn.enums import StrEnum
@@ -76,8 +77,7 @@ COLLECTIVE_ORDER = tuple(CollectiveOp)
 STREAM_ORDER = tuple(StreamKind)
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """The smallest piece of work: (query chunk, key chunk, head range). View of a row."""
 
     q_chunk: int
@@ -91,8 +91,7 @@ class Block:
     """Visible (query, key) pairs times heads."""
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """A piece of a tensor at a place. View of a row.
 
     Rows count within the chunk; heads are key/value heads for K, V, dK, dV. `wide` values are

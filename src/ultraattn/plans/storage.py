@@ -92,26 +92,35 @@ def load_plan(path: Path) -> Plan:
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
         raise PlanError(f"{path}: {size} bytes, a plan file has at most {MAX_FILE_BYTES}")
-    return loads(path.read_text(encoding="utf-8"), str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PlanError(
+            f"{path}: not text at byte {error.start}; the file is damaged or no plan: "
+            "make the plan again, or copy it again"
+        ) from None
+    return loads(text, str(path))
 
 
 def loads(text: str, name: str = "plan") -> Plan:
     """Reads a plan from the text of its file; `name` stands in messages."""
+    read = _Reader(name)
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=read.unique, parse_constant=read.no_number)
+    except RecursionError:
+        raise PlanError(f"{name}: lists nest too deep for a plan; make the plan again") from None
     except json.JSONDecodeError as error:
         raise PlanError(
             f"{name}: not whole JSON at line {error.lineno}, column {error.colno} ({error.msg}); "
             "the file is truncated or damaged: make the plan again, or copy it again"
         ) from None
-    read = _Reader(name)
     fields = {f.name for f in dataclasses.fields(Plan)} - {"q_layout", "kv_layout"}
     top = read.mapping(data, "", {"format", "version", "digests", "digest", "layouts", *fields}, 2)
     if top.get("format") != FORMAT:
         raise read.error("format", f"is {top.get('format')!r}, expected {FORMAT!r}")
     version = top.get("version")
-    if version != VERSION:
-        newer = isinstance(version, int) and version > VERSION
+    if type(version) is not int or version != VERSION:
+        newer = type(version) is int and version > VERSION
         raise read.error(
             "version",
             f"is {version!r}, this library reads {VERSION}; "
@@ -128,16 +137,17 @@ def loads(text: str, name: str = "plan") -> Plan:
     try:
         plan = _plan(read, top)
         plan.check()
-    except PlanError:
-        raise
     except UltraAttnError as error:
-        raise PlanError(f"{name}: {error}") from error
+        text = str(error)
+        raise PlanError(text if text.startswith(name) else f"{name}: {text}") from error
     return plan
 
 
 def _plan(read: _Reader, top: dict[str, Any]) -> Plan:
     problem = read.record(Problem, top["problem"], "problem")
     place = read.record(Place, top["place"], "place")
+    if place.nodes < 1 or place.gpus_per_node < 1:
+        raise read.error("place", f"must have a node and a rank, is {place}")
     layouts = read.mapping(top["layouts"], "layouts", {"q", "kv"})
     versions = top["versions"]
     if not isinstance(versions, dict) or not all(isinstance(v, str) for v in versions.values()):
@@ -165,7 +175,8 @@ def _layout_json(layout: Layout) -> dict[str, Any]:
 def _read_layout(read: _Reader, data: Any, where: str, ranks: int) -> Layout:
     fields = read.mapping(data, where, {"name", "length", "chunks", "owners"})
     owners = read.ints(fields["owners"], f"{where}.owners").tolist()
-    if not isinstance(fields["chunks"], list) or not isinstance(fields["length"], int):
+    name, length = read.text(fields["name"], f"{where}.name"), fields["length"]
+    if not isinstance(fields["chunks"], list) or type(length) is not int or length < 0:
         raise read.error(where, "needs a length and a list of chunks")
     chunks = []
     for index, item in enumerate(fields["chunks"]):
@@ -173,8 +184,7 @@ def _read_layout(read: _Reader, data: Any, where: str, ranks: int) -> Layout:
         if len(values) != 3:
             raise read.error(f"{where}.chunks[{index}]", "must be [start, stop, step]")
         chunks.append(Chunk(*values))
-    name = str(fields["name"])
-    return Layout(name, Chunks.make(fields["length"], chunks), tuple(owners), ranks)
+    return Layout(name, Chunks.make(length, chunks), tuple(owners), ranks)
 
 
 def _pass_json(part: PassPlan) -> dict[str, Any]:
@@ -214,11 +224,16 @@ def _read_pass(read: _Reader, data: Any, where: str) -> PassPlan:
             for name, kind in kinds.items()
         }
     )
+    groups, notes = fields["head_groups"], fields["notes"]
+    if type(groups) is not int:
+        raise read.error(f"{where}.head_groups", f"must be an integer, is {groups!r}")
+    if not isinstance(notes, list):
+        raise read.error(f"{where}.notes", "must be a list of texts")
     return PassPlan(
-        str(fields["strategy"]),
-        int(fields["head_groups"]),
+        read.text(fields["strategy"], f"{where}.strategy"),
+        groups,
         read.record(Bounds, fields["bounds"], f"{where}.bounds"),
-        tuple(str(note) for note in fields["notes"]),
+        tuple(read.text(note, f"{where}.notes[{i}]") for i, note in enumerate(notes)),
         program,
     )
 
@@ -231,6 +246,25 @@ class _Reader:
 
     def error(self, where: str, text: str) -> PlanError:
         return PlanError(f"{self._name}: {where} {text}")
+
+    def unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """An object in which no key stands twice."""
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise PlanError(f"{self._name}: an object names {twice!r} twice: the file was edited")
+        return made
+
+    def no_number(self, name: str) -> Any:
+        """Refuses NaN and infinities, which JSON does not have."""
+        raise PlanError(f"{self._name}: holds {name}, which is no JSON number")
+
+    def text(self, data: Any, where: str) -> str:
+        """A text."""
+        if not isinstance(data, str):
+            raise self.error(where, f"must be a text, is {data!r}")
+        return data
 
     def mapping(
         self, data: Any, where: str, keys: set[str], at_least: int | None = None
