@@ -9,6 +9,7 @@ from ultraattn.cluster import Cluster
 from ultraattn.errors import InputError, MissingExtraError, PlanError, RunError, UltraAttnError
 from ultraattn.planning import plan
 from ultraattn.plans import Layout, Plan
+from ultraattn.report import report
 
 if TYPE_CHECKING:
     from ultraattn.runtime import Attention, share
@@ -27,6 +28,7 @@ __all__ = [
     "UltraAttnError",
     "masks",
     "plan",
+    "report",
     "share",
 ]
 
