@@ -194,18 +194,23 @@ class _Graph:
 
     def _in_several_tiles(
         self, rank: int, tiles: list[tuple[int, list[int]]]
-    ) -> set[tuple[Tensor, int]]:
+    ) -> set[tuple[Tensor, int, HeadRange]]:
         """Results that are another rank's and come from several launches: kept wide until sent."""
-        count: dict[tuple[Tensor, int], int] = defaultdict(int)
+        seen: set[tuple[Tensor, int, HeadRange]] = set()
+        several: set[tuple[Tensor, int, HeadRange]] = set()
         for _, tile in tiles:
             for tensor in self.pass_.results:
-                for chunk in {self._chunk(block, tensor) for block in tile}:
-                    count[tensor, chunk] += 1
-        return {
-            (tensor, chunk)
-            for (tensor, chunk), times in count.items()
-            if times > 1 and self.layout(tensor.by_key).owners[chunk] != rank
-        }
+                owners = self.layout(tensor.by_key).owners
+                lines: dict[int, list[int]] = defaultdict(list)
+                for block in tile:
+                    chunk = self._chunk(block, tensor)
+                    if owners[chunk] != rank:
+                        lines[chunk].append(block)
+                for chunk, blocks in lines.items():
+                    for heads, _ in self._by_heads(tensor, blocks):
+                        key = (tensor, chunk, heads)
+                        (several if key in seen else seen).add(key)
+        return several
 
     def _chunk(self, block: int, tensor: Tensor) -> int:
         b = self.builder.blocks[block]
@@ -217,7 +222,7 @@ class _Graph:
         return self.problem.kv_range(*heads) if tensor.by_key else heads
 
     def _launch(
-        self, rank: int, tile: list[int], key: Key, several: set[tuple[Tensor, int]]
+        self, rank: int, tile: list[int], key: Key, several: set[tuple[Tensor, int, HeadRange]]
     ) -> None:
         reads: dict[int, None] = {}
         for block in tile:
@@ -235,8 +240,8 @@ class _Graph:
                 lines[self._chunk(block, tensor)].append(block)
             for chunk, blocks in lines.items():
                 rows = len(self.layout(tensor.by_key).chunks[chunk])
-                wide = (tensor, chunk) in several
                 for heads, cover in self._by_heads(tensor, blocks):
+                    wide = (tensor, chunk, heads) in several
                     value = self.builder.value(
                         Value(tensor, chunk, 0, rows, *heads, rank, wide=wide, cover=cover)
                     )
