@@ -1,0 +1,167 @@
+"""Turns jobs into schedules without a solver: rules, gaps filled both ways, local search.
+
+`breadth_first` is the order in which FlexFlow issues its tasks, kept as the baseline: any order
+that respects dependencies, found breadth first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ultraattn.chunks import Ints
+from ultraattn.planning import schedule_kernels as kernels
+from ultraattn.planning.schedule_bounds import heads_of, tails_of
+from ultraattn.planning.schedule_model import Jobs
+
+HISTORY = 64
+"""Trials after which a schedule is compared with the one before them."""
+
+PASSES = 8
+"""Times that a schedule is pushed to its end and back, at most, while it gets shorter."""
+
+
+class Lists:
+    """Schedules of some jobs, made from orders."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self.jobs = jobs
+        self._forward = _graph(jobs)
+        self._backward = _graph(jobs.reversed())
+        counts = np.bincount(jobs.streams.items, minlength=jobs.stream_count)
+        self._first = _held(np.concatenate([[0], np.cumsum(counts)]))
+
+    def append(self, order: Sequence[int]) -> Ints:
+        """Starts, where every stream runs its jobs in the given order."""
+        n, width, streams = len(self.jobs), len(self.jobs.streams.items), self.jobs.stream_count
+        start = _room(n)
+        kernels.append(
+            _held(order), self._forward, start, _room(n), _room(n), _room(width),
+            _room(streams), _room(streams),
+        )  # fmt: skip
+        return _ints(start)
+
+    def dispatch(self, priority: Sequence[tuple[int, ...]]) -> Ints:
+        """Starts, where no stream waits for a job while it could run another; least goes first."""
+        n = len(self.jobs)
+        rank = [0] * n
+        for place, job in enumerate(sorted(range(n), key=lambda job: (priority[job], job))):
+            rank[job] = place
+        start = _room(n)
+        later = self._backward[3], self._backward[4]
+        kernels.dispatch(
+            _held(rank), self._forward, *later, start, _room(n), _room(self.jobs.stream_count)
+        )
+        return _ints(start)
+
+    def justify(self, start: Ints) -> Ints:
+        """Pushes all jobs as late as possible, then as early as possible, while that shortens."""
+        best, makespan = start, self.makespan(start)
+        for _ in range(PASSES):
+            end = best + self.jobs.duration
+            late = self._insert(self._backward, np.lexsort((np.arange(len(end)), -best, -end)))
+            begin = -(late + self.jobs.duration)
+            again = self._insert(self._forward, np.lexsort((np.arange(len(end)), begin)))
+            made = self.makespan(again)
+            if made >= makespan:
+                break
+            best, makespan = again, made
+        return best
+
+    def _insert(self, graph: Any, order: Ints) -> Ints:
+        start, width = _room(len(self.jobs)), len(self.jobs.streams.items)
+        kernels.insert(
+            _held(order), graph, start, self._first, _room(self.jobs.stream_count), _room(width)
+        )
+        return _ints(start)
+
+    def search(self, start: Ints, bound: int, trials: int) -> Ints:
+        """Local search from a schedule; stops at `bound`. Never longer than `start`."""
+        n, width, streams = len(self.jobs), len(self.jobs.streams.items), self.jobs.stream_count
+        best = _held(self.sorted(start))
+
+        def pair(count: int) -> Any:
+            return _room(count), _room(count)
+
+        kernels.improve(
+            trials, bound, best, self._forward, pair(n), pair(n), pair(n), pair(n), pair(width),
+            _room(n), _room(n), _room(n), _room(HISTORY), _room(streams), _room(streams),
+            _held([0x9E3779B9]),
+        )  # fmt: skip
+        return self.append(_ints(best).tolist())
+
+    def sorted(self, start: Ints) -> Ints:
+        """Jobs by start, ties by number: an order that respects dependencies and streams."""
+        return np.argsort(start, kind="stable").astype(np.int64)
+
+    def makespan(self, start: Ints) -> int:
+        """The end of the last job."""
+        return int((start + self.jobs.duration).max(initial=0))
+
+
+def breadth_first(jobs: Jobs) -> Ints:
+    """Starts of the baseline: jobs are issued breadth first, as by FlexFlow's scheduler."""
+    return Lists(jobs).append(jobs.order)
+
+
+def rules(jobs: Jobs) -> dict[str, list[tuple[int, ...]]]:
+    """Priorities of each rule, one tuple a job; the least goes first."""
+    heads, tails, duration = heads_of(jobs), tails_of(jobs), jobs.duration.tolist()
+    streams, followers = jobs.streams.rows(), jobs.followers.rows()
+    load = np.zeros(jobs.stream_count, dtype=np.int64)
+    for job, row in enumerate(streams):
+        load[row] += duration[job]
+    busiest = [max(int(load[s]) for s in row) for row in streams]
+    feeds = _heaviest_following(jobs, followers, busiest)
+    found: dict[str, list[tuple[int, ...]]] = {
+        "longest tail": [(-(t + d), h) for t, d, h in zip(tails, duration, heads, strict=True)],
+        "longest tail behind it": [(-t, d) for t, d in zip(tails, duration, strict=True)],
+        "busiest stream": [(-b, -t) for b, t in zip(busiest, tails, strict=True)],
+        "feeds the busiest stream": [(-f, -t) for f, t in zip(feeds, tails, strict=True)],
+        "shortest": [(d, -t) for d, t in zip(duration, tails, strict=True)],
+        "most followers": [(-len(f), -t) for f, t in zip(followers, tails, strict=True)],
+        "earliest head": [(h, -t) for h, t in zip(heads, tails, strict=True)],
+        "latest start": [(h - t, -t) for h, t in zip(heads, tails, strict=True)],
+        "number": [()] * len(jobs),
+    }
+    return found
+
+
+def _heaviest_following(
+    jobs: Jobs, followers: Sequence[Sequence[int]], busiest: Sequence[int]
+) -> list[int]:
+    """For each job, the most work of a stream that it or anything after it runs on."""
+    out = list(busiest)
+    for job in reversed(jobs.order):
+        for later in followers[job]:
+            out[job] = max(out[job], out[later])
+    return out
+
+
+def by_rules(lists: Lists) -> dict[str, Ints]:
+    """The schedule of every rule, justified both ways, and the baseline's."""
+    found = {"breadth first": lists.append(lists.jobs.order)}
+    for name, priority in rules(lists.jobs).items():
+        found[name] = lists.justify(lists.dispatch(priority))
+    return found
+
+
+def _graph(jobs: Jobs) -> tuple[Any, ...]:
+    parts = jobs.streams.offsets, jobs.streams.items, jobs.depends_on.offsets, jobs.depends_on.items
+    return tuple(_held(part) for part in (jobs.duration, *parts))
+
+
+def _held(values: Any) -> Any:
+    """Integers as the inner loops want them: an array where compiled, a list where not."""
+    array = np.array(values, dtype=np.int64)
+    return array if kernels.COMPILED else array.tolist()
+
+
+def _room(count: int) -> Any:
+    return _held(np.zeros(count, dtype=np.int64))
+
+
+def _ints(values: Any) -> Ints:
+    return np.array(values, dtype=np.int64)
