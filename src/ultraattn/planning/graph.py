@@ -83,12 +83,20 @@ class _Graph:
         default_factory=lambda: defaultdict(list)
     )
 
+    # Of each block, by whether keys are asked for: its chunk and its head range.
+    chunks: tuple[list[int], list[int]] = ([], [])
+    heads: tuple[list[HeadRange], list[HeadRange]] = ([], [])
+
     def layout(self, by_key: bool) -> Layout:
         return self.kv_layout if by_key else self.q_layout
 
     def add_blocks(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             self.builder.block(block)
+        spans = [(block.head_start, block.head_stop) for block in blocks]
+        kv_span = {span: self.problem.kv_range(*span) for span in set(spans)}
+        self.heads = (spans, [kv_span[span] for span in spans])
+        self.chunks = ([b.q_chunk for b in blocks], [b.kv_chunk for b in blocks])
 
     # Inputs
 
@@ -166,21 +174,20 @@ class _Graph:
 
     def _ready(self, rank: int, block: int) -> int:
         """The arrival after which a block can run; -1 where its inputs are owned."""
-        b = self.builder.blocks[block]
         return max(
-            self.arrival.get((rank, False, b.q_chunk), -1),
-            self.arrival.get((rank, True, b.kv_chunk), -1),
+            self.arrival.get((rank, False, self.chunks[False][block]), -1),
+            self.arrival.get((rank, True, self.chunks[True][block]), -1),
         )
 
     def _tiles(self, rank: int, blocks: list[int]) -> list[tuple[int, list[int]]]:
         """(arrival waited for, blocks) of each launch, in the order in which they run."""
         lines: dict[int, list[int]] = defaultdict(list)
         free: list[int] = []
+        by_key = self.pass_ is Pass.BACKWARD
+        owners = self.layout(by_key).owners
         for block in blocks:
-            b = self.builder.blocks[block]
-            by_key = self.pass_ is Pass.BACKWARD
-            chunk = b.kv_chunk if by_key else b.q_chunk
-            if self.layout(by_key).owners[chunk] == rank:
+            chunk = self.chunks[by_key][block]
+            if owners[chunk] == rank:
                 free.append(block)
             else:
                 lines[chunk].append(block)
@@ -203,7 +210,7 @@ class _Graph:
                 owners = self.layout(tensor.by_key).owners
                 lines: dict[int, list[int]] = defaultdict(list)
                 for block in tile:
-                    chunk = self._chunk(block, tensor)
+                    chunk = self.chunks[tensor.by_key][block]
                     if owners[chunk] != rank:
                         lines[chunk].append(block)
                 for chunk, blocks in lines.items():
@@ -212,33 +219,26 @@ class _Graph:
                         (several if key in seen else seen).add(key)
         return several
 
-    def _chunk(self, block: int, tensor: Tensor) -> int:
-        b = self.builder.blocks[block]
-        return b.kv_chunk if tensor.by_key else b.q_chunk
-
-    def _heads(self, block: int, tensor: Tensor) -> HeadRange:
-        b = self.builder.blocks[block]
-        heads = (b.head_start, b.head_stop)
-        return self.problem.kv_range(*heads) if tensor.by_key else heads
-
     def _launch(
         self, rank: int, tile: list[int], key: Key, several: set[tuple[Tensor, int, HeadRange]]
     ) -> None:
         reads: dict[int, None] = {}
-        for block in tile:
-            for by_key in (False, True):
-                for tensor in self.moving(by_key):
-                    start, stop = self._heads(block, tensor)
-                    for value in self.at[rank, tensor, self._chunk(block, tensor)]:
+        for by_key in (False, True):
+            chunk_of, span_of = self.chunks[by_key], self.heads[by_key]
+            needed = dict.fromkeys((chunk_of[block], span_of[block]) for block in tile)
+            for tensor in self.moving(by_key):
+                for chunk, (start, stop) in needed:
+                    for value in self.at[rank, tensor, chunk]:
                         v = self.builder.values[value]
                         if v.head_start < stop and start < v.head_stop:
                             reads[value] = None
         writes = []
-        for tensor in self.pass_.results:
-            lines: dict[int, list[int]] = defaultdict(list)
+        lines: tuple[dict[int, list[int]], ...] = (defaultdict(list), defaultdict(list))
+        for by_key in (False, True):
             for block in tile:
-                lines[self._chunk(block, tensor)].append(block)
-            for chunk, blocks in lines.items():
+                lines[by_key][self.chunks[by_key][block]].append(block)
+        for tensor in self.pass_.results:
+            for chunk, blocks in lines[tensor.by_key].items():
                 rows = len(self.layout(tensor.by_key).chunks[chunk])
                 for heads, cover in self._by_heads(tensor, blocks):
                     wide = (tensor, chunk, heads) in several
@@ -253,7 +253,10 @@ class _Graph:
         self, tensor: Tensor, blocks: Sequence[int]
     ) -> list[tuple[HeadRange, tuple[int, ...]]]:
         """Blocks of one chunk by head range; ranges of key/value heads that meet are joined."""
-        spans = {block: self._heads(block, tensor) for block in blocks}
+        heads = self.heads[tensor.by_key]
+        spans = {block: heads[block] for block in blocks}
+        if len(set(spans.values())) == 1:
+            return [(spans[blocks[0]], tuple(sorted(blocks)))]
         joined = _joined(spans.values())
         return [
             (span, tuple(sorted(b for b in blocks if span[0] <= spans[b][0] < span[1])))
@@ -268,8 +271,7 @@ class _Graph:
         for ready, tile in tiles:
             for block in tile:
                 for by_key in (False, True):
-                    b = self.builder.blocks[block]
-                    last[by_key, b.kv_chunk if by_key else b.q_chunk] = ready
+                    last[by_key, self.chunks[by_key][block]] = ready
         messages: dict[tuple[int, bool, int], list[int]] = defaultdict(list)
         for at, tensor, chunk, heads in [key for key in self.partials if key[0] == rank]:
             owner = self.layout(tensor.by_key).owners[chunk]
