@@ -62,8 +62,11 @@ def matrices(plan: Plan, pass_: Pass, most: int = 64) -> tuple[Matrix, ...]:
             **{name: np.zeros(shape, dtype=np.int64) for name in ("kind", "lo", "hi", "weight")},
         }
         columns["rank"][at] = owner[here]
-        for name in ("kind", "lo", "hi", "weight"):
+        for name in ("kind", "lo", "hi"):
             columns[name][at] = getattr(blocks, name)[here]
+        # A block of more heads than the range gives it its share.
+        heads = (blocks.head_stop - blocks.head_start)[here]
+        columns["weight"][at] = blocks.weight[here] * (stop - start) // heads
         fine = Matrix(start, stop, **columns, rows=sizes[0], cols=sizes[1], blocks_a_side=1)
         made.append(_coarser(fine, plan.ranks, most))
     return tuple(made)
