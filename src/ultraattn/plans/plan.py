@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,8 +13,10 @@ import numpy as np
 
 from ultraattn.chunks import Ints
 from ultraattn.errors import InputError
+from ultraattn.masks import Mask, from_spec
 from ultraattn.plans.account import Account, account
 from ultraattn.plans.check import check_program
+from ultraattn.plans.check.mask import check_mask
 from ultraattn.plans.columns import ByContent
 from ultraattn.plans.layout import Layout
 from ultraattn.plans.passes import Pass
@@ -149,6 +152,9 @@ class Plan(ByContent):
     def check(self) -> None:
         """Proves both passes sound without running them.
 
+        The blocks are compared with the mask where the plan could save it; `check_mask` does so
+        for one that is handed over.
+
         Raises:
             PlanError: names the rule that is broken, and the task, value or block.
         """
@@ -166,6 +172,19 @@ class Plan(ByContent):
                 self.place.node_of,
                 self.pass_plan(pass_).program,
             )
+        if self.problem.mask:
+            self.check_mask(from_spec(json.loads(self.problem.mask)))
+
+    def check_mask(self, mask: Mask) -> None:
+        """Proves that the blocks of both passes are those of `mask`.
+
+        Raises:
+            PlanError: names the first block that is not.
+        """
+        chunks = self.q_layout.chunks, self.kv_layout.chunks
+        grid = mask.grid(*chunks, heads=self.problem.heads)
+        for pass_ in Pass:
+            check_mask(pass_, self.problem, self.pass_plan(pass_).program, grid)
 
     def for_rank(self, rank: int) -> RankPlan:
         """What `rank` loads: its tasks in order, and the values and blocks they name."""
