@@ -166,11 +166,11 @@ class Costs:
         return self.local_start_s + size / self.memory_bytes_per_s
 
     def peak(self, pass_: str) -> float:
-        """The best rate of any kernel, in (query, key) pairs times heads a second."""
+        """The best rate of any kernel, in visible (query, key) pairs times heads a second."""
         tables = [t for k in self.kernels for t in k.tables if t.pass_ == pass_]
         if not tables:
             raise InputError(f"no costs of the {pass_} pass; {HOW_TO_MEASURE}")
-        return max(t.peak for t in tables)
+        return max(t.peak * (0.5 if t.kind == "causal" else 1.0) for t in tables)
 
     def rate_beside(self, transport: str) -> float:
         """How fast kernels run beside a transfer; 1 where nothing is known to slow them."""

@@ -48,8 +48,9 @@ class PassSimulation(ByContent):
     """Kernels and copies of each rank: (ranks,)."""
     slowed_s: Floats
     """Of `busy_s`, what transfers and shared cores cost: (ranks,)."""
-    idle_s: tuple[tuple[Idle, Floats], ...]
-    """Seconds of each rank by cause, (ranks,) each; with `busy_s` they add up to the makespan."""
+    idle_s: Floats
+    """Seconds by cause, in order of `Idle`, and rank: (causes, ranks). With `busy_s` they add up
+    to the makespan."""
 
     @property
     def efficiency(self) -> float:
@@ -58,7 +59,8 @@ class PassSimulation(ByContent):
 
     def idle(self, cause: Idle) -> Floats:
         """Idle seconds of each rank by one cause: (ranks,)."""
-        return dict(self.idle_s)[cause]
+        seconds: Floats = self.idle_s[list(Idle).index(cause)]
+        return seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +87,7 @@ class Simulation(ByContent):
             share = 100 / part.makespan_s / max(1, len(part.busy_s)) if part.makespan_s else 0.0
             idle = ", ".join(
                 f"{cause.replace('_', ' ')} {seconds.sum() * share:.1f} %"
-                for cause, seconds in part.idle_s
+                for cause, seconds in zip(Idle, part.idle_s, strict=True)
                 if seconds.any()
             )
             lines.append(

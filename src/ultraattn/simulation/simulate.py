@@ -141,7 +141,7 @@ def _fitting(place: Place, cluster: Cluster | None) -> Cluster:
 
 def _by_rank(
     jobs: Jobs, start: Floats, stop: Floats, makespan: float, ranks: int
-) -> tuple[Floats, Floats, tuple[tuple[Idle, Floats], ...]]:
+) -> tuple[Floats, Floats, Floats]:
     """Busy seconds, what of them is lost to others, and idle seconds by cause."""
     on = np.flatnonzero(jobs.rank >= 0)
     on = on[np.lexsort((on, stop[on], start[on], jobs.rank[on]))]
@@ -165,7 +165,7 @@ def _by_rank(
         Idle.HOST: total(np.where(message, 0.0, gap)),
     }
     idle[Idle.DONE] = np.maximum(makespan - busy - sum(idle.values()), 0.0)
-    return busy, np.maximum(busy - alone, 0.0), tuple(idle.items())
+    return busy, np.maximum(busy - alone, 0.0), np.stack([idle[cause] for cause in Idle])
 
 
 def _last_before(jobs: Jobs, stop: Floats) -> np.typing.NDArray[np.int64]:
