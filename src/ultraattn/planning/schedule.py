@@ -1,7 +1,7 @@
 """Turns jobs into a short schedule, with a bound that says how short one could be at best.
 
-    rules ──► both ways ──► local search ──► solver, cold ──► solver, hinted
-                 (stops as soon as a schedule is as short as the bound)
+    rules, both ways ──► search ──► solver, three ways ──► long search
+              (stops as soon as a schedule is as short as the bound)
 
 `effort` counts steps, so that the same jobs give the same schedule on every machine.
 """
@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ultraattn.chunks import Ints
 from ultraattn.planning.list_schedule import Lists, breadth_first, by_rules
 from ultraattn.planning.schedule_bounds import lower_bound
 from ultraattn.planning.schedule_model import (
+    HORIZON,
     Jobs,
     Schedule,
     check_schedule,
@@ -42,15 +44,20 @@ class Steps:
     solver_jobs: int
     """The most jobs that the solver is asked about."""
     solver_time: float
-    """Deterministic time of one run."""
+    """Deterministic time of a run."""
 
 
 STEPS = {
     Effort.INSTANT: Steps(0, 0, 0.0),
     Effort.FAST: Steps(200_000, 0, 0.0),
-    Effort.NORMAL: Steps(2_000_000, 400, 0.25),
-    Effort.BEST: Steps(20_000_000, 1_000, 0.5),
+    Effort.NORMAL: Steps(2_000_000, 400, 0.03),
+    Effort.BEST: Steps(20_000_000, 1_000, 0.06),
 }
+
+SHORT = 500
+"""Trials of the first search: enough for most graphs, and a good limit for the solver."""
+LONG = 50_000
+"""The most trials of the last."""
 
 
 def schedule(jobs: Jobs, effort: Effort = Effort.NORMAL) -> Schedule:
@@ -62,30 +69,60 @@ def schedule(jobs: Jobs, effort: Effort = Effort.NORMAL) -> Schedule:
     require_solver(effort)
     if not len(jobs):
         return Schedule(np.zeros(0, dtype=np.int64), 0, 0, True, "nothing to do")
-    lists, steps, bound = Lists(jobs), STEPS[effort], lower_bound(jobs)
-    best, origin = None, ""
-    for name, start in by_rules(lists).items():
-        if best is None or lists.makespan(start) < lists.makespan(best):
-            best, origin = start, name
-    assert best is not None
-    if steps.trials and lists.makespan(best) > bound:
-        searched = lists.search(best, bound, max(1, steps.trials // len(jobs)))
-        if lists.makespan(searched) < lists.makespan(best):
-            best, origin = searched, "local search"
+    state = _State(jobs, lower_bound(jobs))
+    for name, start in by_rules(state.lists).items():
+        state.offer(name, start)
+    steps = STEPS[effort]
+    long = min(LONG, steps.trials // len(jobs))
+    _search(state, "search", min(SHORT, long))
     if len(jobs) <= steps.solver_jobs:
-        from ultraattn.planning.schedule_solver import solve
+        _solve(state, steps.solver_time)
+    _search(state, "long search", long)
+    return state.result()
 
-        for name in ("solver", "solver, hinted"):
-            makespan = lists.makespan(best)
-            if makespan == bound:
-                break
-            hint = best if name != "solver" else None
-            solved = solve(jobs, bound, makespan, steps.solver_time, hint)
-            bound = max(bound, solved.lower_bound)
-            if solved.start is not None:
-                best, origin = solved.start, name
-    makespan = lists.makespan(best)
-    return Schedule(best, makespan, bound, makespan == bound, origin)
+
+class _State:
+    """The best schedule and the best bound so far."""
+
+    def __init__(self, jobs: Jobs, bound: int) -> None:
+        self.lists, self.bound = Lists(jobs), bound
+        self.makespan, self.origin = HORIZON, ""
+        self.start = np.zeros(len(jobs), dtype=np.int64)
+
+    def offer(self, origin: str, start: Ints) -> None:
+        makespan = self.lists.makespan(start)
+        if makespan < self.makespan:
+            self.start, self.makespan, self.origin = start, makespan, origin
+
+    @property
+    def proved(self) -> bool:
+        return self.makespan <= self.bound
+
+    def result(self) -> Schedule:
+        return Schedule(self.start, self.makespan, self.bound, self.proved, self.origin)
+
+
+def _search(state: _State, name: str, trials: int) -> None:
+    if trials and not state.proved:
+        state.offer(name, state.lists.search(state.start, state.bound, trials))
+
+
+def _solve(state: _State, limit: float) -> None:
+    """Cold in two ways, then with a hint and more time: a hint can slow a proof."""
+    from ultraattn.planning.schedule_solver import DEDUCE, RAISE_BOUND, solve
+
+    for way, time, hinted in (
+        (RAISE_BOUND, limit, False),
+        (DEDUCE, limit, False),
+        (RAISE_BOUND, 3 * limit, True),
+    ):
+        if state.proved:
+            return
+        hint = state.start if hinted else None
+        solved = solve(state.lists.jobs, state.bound, state.makespan, way, time, hint)
+        if solved.start is not None:
+            state.offer("hinted solver" if hinted else "solver", solved.start)
+        state.bound = max(state.bound, solved.lower_bound)
 
 
 def quick(jobs: Jobs) -> int:

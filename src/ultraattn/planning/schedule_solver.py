@@ -12,6 +12,7 @@ big-M constraints:
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,16 @@ import numpy as np
 from ultraattn.chunks import Ints
 from ultraattn.planning.schedule_bounds import heads_of, tails_of
 from ultraattn.planning.schedule_model import Jobs
+
+RAISE_BOUND = {"linearization_level": 0, "use_objective_lb_search": True}
+"""Looks for a schedule as short as the bound first: quick where there is one."""
+
+DEDUCE = {
+    "linearization_level": 0,
+    "use_strong_propagation_in_disjunctive": True,
+    "use_dynamic_precedence_in_disjunctive": True,
+}
+"""Draws more from every stream: quick where the optimum is above the bound."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,25 +43,33 @@ class Solved:
     """No shorter schedule exists; the given makespan where that was proved best."""
 
 
-def solve(jobs: Jobs, bound: int, makespan: int, effort: float, hint: Ints | None = None) -> Solved:
+def solve(
+    jobs: Jobs,
+    bound: int,
+    makespan: int,
+    way: Mapping[str, object],
+    limit: float,
+    hint: Ints | None = None,
+) -> Solved:
     """Looks for a schedule of length in [bound, makespan - 1].
 
     Args:
         bound: a lower bound.
         makespan: of a schedule that is known.
-        effort: deterministic time; about a second of one core each.
+        way: parameters of the solver, `RAISE_BOUND` or `DEDUCE`.
+        limit: deterministic time; a unit is 3 to 8 seconds of one core.
         hint: starts of the schedule that is known, or None for a cold run.
     """
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
     heads, tails, duration = heads_of(jobs), tails_of(jobs), jobs.duration.tolist()
-    limit = makespan - 1
-    if any(h + d + t > limit for h, d, t in zip(heads, duration, tails, strict=True)):
+    longest = makespan - 1
+    if any(h + d + t > longest for h, d, t in zip(heads, duration, tails, strict=True)):
         return Solved(None, makespan)
-    end = model.new_int_var(bound, limit, "makespan")
+    end = model.new_int_var(bound, longest, "makespan")
     starts = [
-        model.new_int_var(head, limit - tail - length, f"start_{job}")
+        model.new_int_var(head, longest - tail - length, f"start_{job}")
         for job, (head, tail, length) in enumerate(zip(heads, tails, duration, strict=True))
     ]
     on_stream: dict[int, list[Any]] = defaultdict(list)
@@ -74,7 +93,9 @@ def solve(jobs: Jobs, bound: int, makespan: int, effort: float, hint: Ints | Non
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
-    solver.parameters.max_deterministic_time = effort
+    solver.parameters.max_deterministic_time = limit
+    for name, value in way.items():
+        setattr(solver.parameters, name, value)
     status = solver.solve(model)
     if status == cp_model.INFEASIBLE:
         return Solved(None, makespan)
