@@ -47,7 +47,10 @@ def test_plan_says_what_it_made_and_whether_it_is_saved(call: Call, tmp_path: Pa
 
 
 def test_show_draws_each_block_with_the_rank_that_computes_it(call: Call):
-    _, out, _ = call("show", *SMALL, "--strategy", "rows", "--head-groups", 1, "--ranks", 3)
+    _, out, _ = call(
+        "show", *SMALL, "--strategy", "rows", "--head-groups", 1, "--ranks", 3,
+        "--layout", "contiguous", "--chunks", 3,
+    )  # fmt: skip
     rows = [line for line in out.splitlines() if line.startswith("│")]
     assert rows[:3] == ["│0╲····│", "│111╲··│", "│22222╲│"]
     # Ranks of a causal mask by rows: 1, 3 and 5 of 9 half blocks.

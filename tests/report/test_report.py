@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 
 def planned(mask: ua.masks.Mask, **options: object) -> ua.Plan:
     shape = {"seqlen": 96, "heads": 4, "kv_heads": 2, "head_dim": 8, "ranks": 4}
-    return ua.plan(mask, **{**shape, "effort": "instant", **options})  # type: ignore[arg-type]
+    place = {"layout": "contiguous", "chunks": options.get("ranks", 4), "effort": "instant"}
+    return ua.plan(mask, **{**shape, **place, **options})  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
