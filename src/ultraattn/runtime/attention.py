@@ -1,8 +1,9 @@
-"""Makes a plan a torch.nn.Module: local query, key and value in, local output out, with gradients."""
+"""Makes a plan a torch.nn.Module: local query, key and value in, local output and gradients out."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,15 +11,17 @@ from torch import Tensor as Array
 
 from ultraattn.errors import InputError
 from ultraattn.masks import Mask, from_spec
-from ultraattn.planning.plan import grid_digest
-from ultraattn.plans.check import Pass
+from ultraattn.plans.passes import Pass
 from ultraattn.plans.plan import Plan
 from ultraattn.plans.tensors import Tensor
 from ultraattn.runtime import operators
 from ultraattn.runtime.execute import Execution
+from ultraattn.runtime.graphs import Replays
 from ultraattn.runtime.kernels import NAMES as KERNEL_NAMES
+from ultraattn.runtime.kernels.standin import nonzero_rows
 from ultraattn.runtime.pieces import DTYPES
 from ultraattn.runtime.session import as_group, session_of
+from ultraattn.runtime.steps import steps_of
 from ultraattn.runtime.tiles import Tiles
 
 HINTS = {
@@ -48,6 +51,9 @@ class Attention(torch.nn.Module):
         mask: the mask again, where the plan could not save it (`masks.from_mask_mod`).
         kernel: a kernel's name, or "auto" for the best that serves each block.
         timeout_s: the longest wait for a peer before the call fails and says who is at fault.
+        transport: auto, gloo, nccl or symmetric; auto is the fastest that serves the group.
+        graph: on CUDA, capture each pass as a graph at its first call and replay it later; by
+            default where the device is CUDA.
 
     Raises:
         InputError: the group has another size than the plan; the mask is missing or another one.
@@ -62,11 +68,13 @@ class Attention(torch.nn.Module):
         mask: Mask | None = None,
         kernel: str = "auto",
         timeout_s: float = 600.0,
+        transport: str = "auto",
+        graph: bool | None = None,
     ) -> None:
         super().__init__()
         if kernel not in KERNEL_NAMES:
             raise InputError(f"kernel {kernel!r}: expected one of {', '.join(KERNEL_NAMES)}")
-        self._session = session_of(as_group(mesh))
+        self._session = session_of(as_group(mesh), transport)
         if self._session.ranks != plan.ranks:
             raise InputError(
                 f"plan for {plan.ranks} ranks, process group of {self._session.ranks}; plan for "
@@ -74,12 +82,32 @@ class Attention(torch.nn.Module):
             )
         self.plan = plan
         rank_plan = plan.for_rank(self._session.rank)
-        tasks = {pass_: len(plan.pass_plan(pass_).program.tasks.rank) for pass_ in Pass}
-        self._tiles = Tiles(rank_plan, mask_of(plan, mask), kernel, tasks)
-        self._rank_plan = rank_plan
+        self._layouts = plan.q_layout, plan.kv_layout
+        self._tiles = Tiles(rank_plan, mask_of(plan, mask), kernel, self._session.device)
+        self._steps = {
+            pass_: steps_of(
+                pass_,
+                rank_plan.forward if pass_ is Pass.FORWARD else rank_plan.backward,
+                plan.problem.widths,
+                tags=len(plan.pass_plan(pass_).program.tasks.rank),
+            )
+            for pass_ in Pass
+        }
+        self._expected = expected_inputs(plan, self._session.rank, self._session.device)
         self._timeout_s = timeout_s
+        device = self._session.device
+        if graph and device.type != "cuda":
+            raise InputError(f"graph=True on {device}: graphs are of CUDA; leave it out")
+        wanted = device.type == "cuda" if graph is None else graph
+        self._replays = (
+            Replays(self._run_tasks, device, self._session.transport) if wanted else None
+        )
         self._session.agree("plan", plan.digest, timeout_s)
         self._handle = operators.register(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attention:
+        """Itself: it has no parameters, and ranks would have to agree on a copy anew."""
+        return self
 
     @property
     def rank(self) -> int:
@@ -131,18 +159,15 @@ class Attention(torch.nn.Module):
         return (out, lse) if return_lse else out
 
     def _check(self, query: Array, key: Array, value: Array) -> None:
-        p, plan, rank = self.plan.problem, self._rank_plan, self.rank
-        rows = plan.q_layout.local_tokens(rank)
-        cols = plan.kv_layout.local_tokens(rank)
-        expected = {
-            "query": (query, (p.heads, rows, p.head_dim)),
-            "key": (key, (p.kv_heads, cols, p.head_dim)),
-            "value": (value, (p.kv_heads, cols, p.value_dim)),
-        }
-        for name, (tensor, shape) in expected.items():
+        e = self._expected
+        for name, tensor, shape in (
+            ("query", query, e.query),
+            ("key", key, e.key),
+            ("value", value, e.value),
+        ):
             if tensor.ndim != 4 or tuple(tensor.shape[1:]) != shape:
                 raise InputError(
-                    f"{name} of shape {tuple(tensor.shape)} on rank {rank}: the plan expects "
+                    f"{name} of shape {tuple(tensor.shape)} on rank {e.rank}: the plan expects "
                     f"(batch, {', '.join(map(str, shape))}), its part of the sequence as "
                     "plan.shard gives it"
                 )
@@ -151,15 +176,15 @@ class Attention(torch.nn.Module):
                     f"{name} with batch {tensor.shape[0]}, query with {query.shape[0]}: expected "
                     "one batch"
                 )
-            if tensor.dtype != DTYPES[p.dtype]:
+            if tensor.dtype != e.dtype:
                 raise InputError(
                     f"{name} of dtype {str(tensor.dtype).removeprefix('torch.')}: the plan is for "
-                    f"{p.dtype}; cast it, or plan with dtype="
+                    f"{str(e.dtype).removeprefix('torch.')}; cast it, or plan with dtype="
                 )
-            if tensor.device.type != self._session.device.type:
+            if tensor.device.type != e.device:
                 raise InputError(
-                    f"{name} on device {tensor.device}: the group's transport serves "
-                    f"{self._session.device}; move it there, or use a group for its device"
+                    f"{name} on device {tensor.device}: the group's transport serves {e.device}; "
+                    "move it there, or use a group for its device"
                 )
 
     # Called by the operators, on real tensors.
@@ -191,7 +216,7 @@ class Attention(torch.nn.Module):
         lse: Array,
     ) -> tuple[Array, Array, Array]:
         """One backward pass over the group: dQ, dK, dV."""
-        grads = [torch.empty(x.shape, dtype=x.dtype) for x in (query, key, value)]
+        grads = [x.new_empty(x.shape) for x in (query, key, value)]
         own = {
             Tensor.Q: query,
             Tensor.K: key,
@@ -205,14 +230,55 @@ class Attention(torch.nn.Module):
         }
         if dlse is not None:
             own[Tensor.DELTA] = dlse
+            if dout.device.type == "cuda":
+                own[Tensor.DO] = nonzero_rows(dout, dlse)
         self._execute(Pass.BACKWARD, own, query.shape[0])
         return grads[0], grads[1], grads[2]
 
     def _execute(self, pass_: Pass, own: dict[Tensor, Array], batch: int) -> None:
+        if self._replays is not None and batch:
+            self._replays(pass_, own, batch)
+        else:
+            self._run_tasks(pass_, own, batch)
+
+    def _run_tasks(self, pass_: Pass, own: dict[Tensor, Array], batch: int) -> None:
         with torch.no_grad():
             Execution(
-                self._session, self._rank_plan, pass_, own, batch, self._tiles, self._timeout_s
+                self._session,
+                self._steps[pass_],
+                self._layouts,
+                own,
+                batch,
+                self._tiles,
+                self._timeout_s,
+                f"{pass_} of plan {self.plan.digest[:12]} with batch {batch}",
             ).run()
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a rank's inputs look like, but for the batch."""
+
+    rank: int
+    query: tuple[int, int, int]
+    key: tuple[int, int, int]
+    value: tuple[int, int, int]
+    dtype: torch.dtype
+    device: str
+
+
+def expected_inputs(plan: Plan, rank: int, device: torch.device) -> Expected:
+    """The shapes (heads, local tokens, width), dtype and device that a rank's inputs must have."""
+    p = plan.problem
+    rows, cols = plan.q_layout.local_tokens(rank), plan.kv_layout.local_tokens(rank)
+    return Expected(
+        rank,
+        (p.heads, rows, p.head_dim),
+        (p.kv_heads, cols, p.head_dim),
+        (p.kv_heads, cols, p.value_dim),
+        DTYPES[p.dtype],
+        device.type,
+    )
 
 
 def mask_of(plan: Plan, given: Mask | None) -> Mask:
@@ -229,7 +295,7 @@ def mask_of(plan: Plan, given: Mask | None) -> Mask:
             "cannot save; hand it over again with Attention(plan, mesh, mask=...)"
         )
     grid = given.grid(plan.q_layout.chunks, plan.kv_layout.chunks, heads=plan.problem.heads)
-    digest = grid_digest(grid)
+    digest = grid.digest()
     if digest != plan.problem.mask_digest:
         raise InputError(
             f"mask {given} has grid digest {digest[:12]}, the plan was made for "

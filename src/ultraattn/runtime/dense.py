@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ultraattn.errors import InputError
 
-SCORE_BYTES = 64 << 20
+SCORE_BYTES = 4 << 20
 
 Visible = Tensor | Callable[[Tensor], Tensor] | None
 """What is visible: None (everything), a bool tensor (rows, keys) or (1 or heads, rows, keys), or a

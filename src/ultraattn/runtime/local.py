@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import multiprocessing
 import multiprocessing.connection
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
@@ -16,30 +19,37 @@ from ultraattn.errors import InputError, RunError
 
 PRELOAD = ["ultraattn.runtime.local", "ultraattn.runtime.attention", "torch._dynamo"]
 """What the fork server imports once, so that a rank starts in a fraction of a second."""
+CLOSE_S = 2.0
+"""Seconds that ranks get to end by themselves before they are killed."""
 
 
 class LocalRanks:
     """`ranks` processes that form one gloo process group, and stay until `close`.
 
+    They end with this process, however it ends.
+
     Args:
         ranks: how many.
         threads: torch threads of each; 1, so that ranks which share cores do not fight.
         timeout_s: the longest that `run` waits for all ranks.
+
+    Raises:
+        RunError: a process did not start.
     """
 
     def __init__(self, ranks: int, *, threads: int = 1, timeout_s: float = 600.0) -> None:
         if ranks < 1:
             raise InputError(f"ranks {ranks}: expected at least 1 local process")
-        import torch.distributed as dist
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         self.ranks = ranks
         self._timeout_s = timeout_s
+        self._late: list[int] = []
         # The store lives here, so that it outlives any rank.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        self._pipes = []
+        self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
@@ -53,7 +63,11 @@ class LocalRanks:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        self._collect()
+        try:
+            _raise_failures(self._collect())
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """``function(rank, *args)`` on every rank; results in order of rank.
@@ -62,17 +76,20 @@ class LocalRanks:
             RunError: some ranks raised, died, or did not answer in time; all are named.
         """
         results = self.attempt(function, *args)
-        failures = [
-            f"rank {rank}: {result}"
-            for rank, result in enumerate(results)
-            if isinstance(result, Failure)
-        ]
-        if failures:
-            raise RunError("\n".join(failures))
+        _raise_failures(results)
         return results
 
     def attempt(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """As `run`, but a rank that failed gives a `Failure` in place of its result."""
+        """As `run`, but a rank that failed gives a `Failure` in place of its result.
+
+        Raises:
+            RunError: ranks did not answer an earlier call in time, and may answer it still.
+        """
+        if self._late:
+            raise RunError(
+                f"ranks {self._late} did not answer an earlier call in time; close LocalRanks "
+                "and start others"
+            )
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send((function, args))
@@ -80,19 +97,20 @@ class LocalRanks:
 
     def _collect(self) -> list[Any]:
         results: list[Any] = [None] * self.ranks
-        open_pipes = {self._pipes[rank]: rank for rank in range(self.ranks)}
+        waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         end = time.monotonic() + self._timeout_s
-        while open_pipes:
+        while waiting:
             left = end - time.monotonic()
-            ready = multiprocessing.connection.wait(list(open_pipes), timeout=max(0.0, left))
+            ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, left))
             if not ready:
-                for rank in open_pipes.values():
+                self._late = sorted(waiting.values())
+                for rank in self._late:
                     results[rank] = Failure("no answer", f"none within {self._timeout_s:g} s")
                 break
             for pipe in ready:
-                rank = open_pipes.pop(pipe)  # type: ignore[call-overload]
+                rank = waiting.pop(pipe)
                 try:
-                    results[rank] = pipe.recv()  # type: ignore[union-attr]
+                    results[rank] = self._pipes[rank].recv()
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join(timeout=5)
                     code = self._processes[rank].exitcode
@@ -100,13 +118,14 @@ class LocalRanks:
         return results
 
     def close(self) -> None:
-        """Ends all ranks."""
+        """Ends all ranks; those that do not end by themselves are killed."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
-                pipe.close()
-        for process in self._processes:
-            process.join(timeout=2)
+            pipe.close()
+        end = time.monotonic() + CLOSE_S
+        for rank, process in enumerate(self._processes):
+            process.join(timeout=0.0 if rank in self._late else max(0.0, end - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join(timeout=5)
@@ -140,46 +159,70 @@ def raised(results: Sequence[Any]) -> list[str]:
     return [repr(result) for result in results if isinstance(result, Failure)]
 
 
+def _raise_failures(results: Sequence[Any]) -> None:
+    failures = [
+        f"rank {rank}: {result}"
+        for rank, result in enumerate(results)
+        if isinstance(result, Failure)
+    ]
+    if failures:
+        raise RunError("\n".join(failures))
+
+
 def _serve(
-    pipe: multiprocessing.connection.Connection,
-    rank: int,
-    ranks: int,
-    port: int,
-    threads: int,
-    timeout_s: float,
+    pipe: Connection, rank: int, ranks: int, port: int, threads: int, timeout_s: float
 ) -> None:
     """The life of a rank: joins the group, then runs what it is sent."""
-    import datetime
-
     import torch
     import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group(
             "gloo",
-            store=store,
+            store=TCPStore("127.0.0.1", port, is_master=False),
             rank=rank,
             world_size=ranks,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
-        pipe.send(None)
     except Exception as error:
-        pipe.send(Failure(type(error).__name__, str(error), traceback.format_exc()))
+        pipe.send(_failure(error))
         return
+    pipe.send(None)
     while True:
         try:
             order = pipe.recv()
         except EOFError:
             break
+        except Exception as error:  # what was sent cannot be read here
+            pipe.send(_failure(error))
+            continue
         if order is None:
             break
         function, args = order
         try:
             result: Any = function(rank, *args)
         except Exception as error:
-            result = Failure(type(error).__name__, str(error), traceback.format_exc())
-        pipe.send(result)
+            result = _failure(error)
+        try:
+            pipe.send(result)
+        except OSError:
+            break
+        except Exception as error:  # a result that cannot be sent
+            pipe.send(_failure(error))
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
+
+
+def _failure(error: Exception) -> Failure:
+    return Failure(type(error).__name__, str(error), traceback.format_exc())
+
+
+def _end_with_parent() -> None:
+    """Ends this process once the one that started it is gone, whatever this one does then."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

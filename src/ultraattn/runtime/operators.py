@@ -111,6 +111,7 @@ def _attention_backward_fake(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, ctx.handle = inputs
+    ctx.runner = _runners.get(ctx.handle)  # keeps the module alive until its backward pass
     ctx.save_for_backward(query, key, value, *output)
     ctx.set_materialize_grads(False)
 

@@ -74,12 +74,15 @@ class Pieces:
     def get(self, number: int) -> Array:
         """The tensor of a value; a view, never a copy."""
         found = self.stored.get(number)
-        return self._own(self.values[number]) if found is None else found
+        return self.own_place(number) if found is None else found
 
-    def put(self, number: int, buffer: Array) -> Array:
+    def view(self, number: int, buffer: Array) -> Array:
+        """A flat byte buffer as the tensor of a value."""
+        return typed(buffer, self.values[number], self.widths, self.batch)
+
+    def put(self, number: int, buffer: Array) -> None:
         """Lets a value stand in a flat byte buffer."""
-        self.stored[number] = typed(buffer, self.values[number], self.widths, self.batch)
-        return self.stored[number]
+        self.stored[number] = self.view(number, buffer)
 
     def drop(self, number: int) -> None:
         """Forgets a value that nothing reads any more."""
@@ -110,7 +113,9 @@ class Pieces:
             copy_overlap(whole, wanted, self.get(number), held)
         return whole
 
-    def _own(self, value: Value) -> Array:
+    def own_place(self, number: int) -> Array:
+        """The rows of the caller's tensor that a value of this rank stands for."""
+        value = self.values[number]
         layout = self.kv_layout if value.tensor.by_key else self.q_layout
         start = layout.offsets[value.chunk]
         rows = slice(start + value.row_start, start + value.row_stop)

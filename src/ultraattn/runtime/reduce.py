@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from torch import Tensor as Array
 
@@ -21,14 +22,39 @@ def fill(places: Mapping[int, Array], values: Mapping[int, Value]) -> None:
 
 
 def join_parts(
-    places: Mapping[int, Array], reads: Sequence[int], values: Mapping[int, Value], pieces: Pieces
+    places: Mapping[int, Array],
+    parts: Mapping[int, Sequence[int]],
+    values: Mapping[int, Value],
+    pieces: Pieces,
 ) -> None:
     """Copies pieces side by side into larger values, changing the dtype where it differs."""
     for number, place in places.items():
+        for part in parts[number]:
+            copy_overlap(place, values[number], pieces.get(part), values[part])
+
+
+def delta(
+    places: Mapping[int, Array],
+    parts: Mapping[int, Sequence[int]],
+    values: Mapping[int, Value],
+    pieces: Pieces,
+) -> None:
+    """delta = rowsum(dO * O), less the gradient of the LSE where the caller gave one.
+
+    With L = LSE a further output, dS = P * (dO V^T - rowsum(dO * O) + dL): the gradient of the LSE
+    takes the place of a smaller delta.
+    """
+    for number, place in places.items():
         value = values[number]
-        for read in reads:
-            if values[read].tensor == value.tensor and values[read].chunk == value.chunk:
-                copy_overlap(place, value, pieces.get(read), values[read])
+        heads = (value.head_start, value.head_stop)
+        dout, out = (
+            pieces.assemble(parts[number], tensor, value.chunk, heads)
+            for tensor in (Tensor.DO, Tensor.O)
+        )
+        rows = slice(value.row_start, value.row_stop)
+        place.copy_((dout[:, :, rows].to(place.dtype) * out[:, :, rows].to(place.dtype)).sum(-1))
+        if Tensor.DELTA in pieces.own:
+            place.sub_(pieces.own_place(number))
 
 
 def merge(
@@ -105,8 +131,4 @@ def _atoms(value: Value, parts: Sequence[Value]) -> list[Rectangle]:
             h for h in (part.head_start, part.head_stop) if value.head_start < h < value.head_stop
         }
     row_cuts, head_cuts = sorted(rows), sorted(heads)
-    return [
-        (a, b, c, d)
-        for a, b in zip(row_cuts[:-1], row_cuts[1:], strict=True)
-        for c, d in zip(head_cuts[:-1], head_cuts[1:], strict=True)
-    ]
+    return [(a, b, c, d) for a, b in pairwise(row_cuts) for c, d in pairwise(head_cuts)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor as Array
 
 from ultraattn.masks import Lengths, Mask
 from ultraattn.masks.grid import BlockKind
-from ultraattn.plans.check import Pass
+from ultraattn.plans.passes import Pass
 from ultraattn.plans.plan import RankPlan, RankProgram
 from ultraattn.plans.program import Block, Compute
 from ultraattn.plans.tensors import Tensor, accumulate_dtype
@@ -29,21 +30,19 @@ class Tiles:
         plan: what this rank loads of the plan.
         mask: gives the visible pairs of PARTIAL blocks.
         kernel: a kernel's name, or "auto".
-        tasks: tasks of the forward and of the backward program, all ranks together.
+        device: where masks are kept. On CUDA all of them stay, since captured graphs read them.
     """
 
-    def __init__(self, plan: RankPlan, mask: Mask, kernel: str, tasks: Mapping[Pass, int]) -> None:
+    def __init__(
+        self, plan: RankPlan, mask: Mask, kernel: str, device: torch.device | str = "cpu"
+    ) -> None:
         self._plan = plan
         self._mask = mask
         self._kernel = kernel
-        self._tasks = tasks
+        self._device = torch.device(device)
         self._lengths = Lengths(plan.problem.q_len, plan.problem.kv_len)
         self._masks: OrderedDict[tuple[int, int], Array] = OrderedDict()
         self._mask_bytes = 0
-
-    def task_count(self, pass_: Pass) -> int:
-        """Tasks of a whole pass: how many message tags a call needs."""
-        return self._tasks[pass_]
 
     def run(
         self,
@@ -157,9 +156,11 @@ class Tiles:
             q = self._plan.q_layout.chunks[block.q_chunk].tokens()
             kv = self._plan.kv_layout.chunks[block.kv_chunk].tokens()
             truth = self._mask.dense(q, kv, self._lengths, heads=self._plan.problem.heads)
-            table = self._masks[key] = torch.from_numpy(np.ascontiguousarray(truth[0]))
+            table = torch.from_numpy(np.array(truth[0])).to(self._device)
+            self._masks[key] = table
             self._mask_bytes += table.numel()
-            while self._mask_bytes > MASK_CACHE_BYTES and len(self._masks) > 1:
+            keep_all = self._device.type == "cuda"
+            while not keep_all and self._mask_bytes > MASK_CACHE_BYTES and len(self._masks) > 1:
                 self._mask_bytes -= self._masks.popitem(last=False)[1].numel()
         self._masks.move_to_end(key)
         return table if len(table) == 1 else table[heads[0] : heads[1]]
@@ -173,5 +174,5 @@ def _by_heads(blocks: Iterable[Block], heads: HeadRange) -> list[tuple[HeadRange
     ordered = sorted(cuts)
     return [
         ((a, b), [x for x in blocks if x.head_start <= a and b <= x.head_stop])
-        for a, b in zip(ordered[:-1], ordered[1:], strict=True)
+        for a, b in pairwise(ordered)
     ]

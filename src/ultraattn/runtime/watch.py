@@ -1,8 +1,13 @@
 """Tells ranks of each other's faults: who failed or stopped, in which task, and why.
 
 When a rank dies, its peers see broken connections in an order of their own and blame each other.
-So the first rank to fail writes who and why into the group's store before it leaves, and every
-rank that runs writes once a second what it is doing. A rank whose wait breaks reads both.
+So every rank writes twice a second into the group's store what it is doing, the first to fail
+writes who and why before it leaves, and a rank whose wait breaks reads both. The first verdict
+that is written is the one that all ranks report:
+
+    rank 2 dies in task 7          rank 0 waits for 1, rank 1 waits for 2
+    rank 1's wait breaks           2 gives no sign any more: rank 1 writes "rank 2 ... died"
+    rank 0's wait breaks           1 is alive and waits for 2: the same verdict, or it reads that
 """
 
 from __future__ import annotations
@@ -11,25 +16,31 @@ import contextlib
 import json
 import threading
 import time
+import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ultraattn.errors import RunError
 
-BEAT_S = 1.0
-"""Seconds between two signs of life of a running rank."""
-GRACE_S = 3.0
-"""Seconds that a rank whose wait broke gives the culprit to say what happened."""
+BEAT_S = 0.5
+"""Seconds between two signs of life of a rank."""
+GRACE_S = 2.5
+"""Seconds that a rank whose wait broke looks for a written verdict and for signs of life."""
+
+BETWEEN_CALLS = "between calls"
 
 
 @dataclass
 class Activity:
     """What a rank does now."""
 
-    task: str = "between calls"
+    call: str = ""
+    """The call it is in; empty between calls."""
+    task: str = BETWEEN_CALLS
     waits_for: int = -1
     """The rank it waits for, or -1."""
+    beat: int = 0
 
 
 class Watch:
@@ -46,90 +57,116 @@ class Watch:
         self._store = store
         self._rank = rank
         self._ranks = ranks
-        self._beats = 0
-        self._running = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
         self.now = Activity()
+        stop = threading.Event()
+        thread = threading.Thread(
+            target=_beat, args=(weakref.ref(self), stop), daemon=True, name="ultraattn-watch"
+        )
+        weakref.finalize(self, _end, stop, thread)
+        thread.start()
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """While it lasts, the rank gives signs of life."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._beat, daemon=True, name="ultraattn-watch")
-            self._thread.start()
-        self._running.set()
+    def calling(self, call: str) -> Iterator[None]:
+        """While it lasts, the rank is in `call`: a text that all ranks give alike."""
+        self.now.call = call
+        yield
+        self.now.call, self.now.task = "", BETWEEN_CALLS
+
+    def failed(self, cause: BaseException) -> str:
+        """Writes that this rank failed in what it does now; gives the verdict of the group."""
+        text = f"rank {self._rank} failed in {self.now.task}: {type(cause).__name__}: {cause}"
+        return self.blame(text)
+
+    def blame(self, verdict: str) -> str:
+        """Writes a verdict unless there is one; gives the one that all ranks report."""
         try:
-            yield
-        finally:
-            self._running.clear()
-            self.now = Activity()
-
-    def failed(self, task: str, cause: BaseException) -> None:
-        """Records that this rank failed; the first of the group to do so is believed."""
-        text = f"rank {self._rank} failed in {task}: {type(cause).__name__}: {cause}"
-        with contextlib.suppress(Exception), self._lock:
-            if self._store.add("failures", 1) == 1:
-                self._store.set("failure", text)
-
-    def explain(self, task: str, peer: int, error: BaseException) -> RunError:
-        """Why a wait for `peer` broke: the recorded failure, or who stopped at what."""
-        cause = self._recorded(GRACE_S) or self._silent(peer)
-        return RunError(f"rank {self._rank}, {task}, waiting for rank {peer}: {cause} ({error})")
+            believed = self._store.compare_set("failure", "", verdict)
+        except Exception:
+            return verdict
+        return bytes(believed).decode() or verdict
 
     def failure(self) -> str | None:
-        """The failure that some rank recorded, if any."""
-        return self._recorded(0.0)
-
-    def _recorded(self, patience_s: float) -> str | None:
-        end = time.monotonic() + patience_s
-        while True:
-            try:
-                with self._lock:
-                    if self._store.check(["failure"]):
-                        return str(self._store.get("failure").decode())
-            except Exception as error:
-                return f"the group's store is gone too ({error}): the rank that holds it stopped"
-            if time.monotonic() >= end:
-                return None
-            time.sleep(0.05)
-
-    def _silent(self, peer: int) -> str:
-        """Follows who waits for whom to the rank that waits for nobody."""
-        seen: list[int] = []
-        while peer not in seen and len(seen) < self._ranks:
-            seen.append(peer)
-            before = self._sign(peer)
-            time.sleep(1.5 * BEAT_S)
-            after = self._sign(peer)
-            if after is None:
-                return f"rank {peer} gave no sign of life: it died, or never began this call"
-            task, waits_for = after["task"], after["waits_for"]
-            if before == after:
-                return f"rank {peer} stopped giving signs of life in {task}: it died"
-            if waits_for < 0 or waits_for == self._rank:
-                return f"rank {peer} is alive and hangs in {task}"
-            peer = waits_for
-        return f"ranks {seen} wait for each other"
-
-    def _sign(self, rank: int) -> dict[str, Any] | None:
+        """The verdict that some rank wrote, if any."""
         try:
-            with self._lock:
-                key = f"beat/{rank}"
-                if self._store.check([key]):
-                    sign: dict[str, Any] = json.loads(self._store.get(key).decode())
-                    return sign
-        except Exception:
-            return None
+            if self._store.check(["failure"]):
+                return str(self._store.get("failure").decode())
+        except Exception as error:
+            return (
+                "the group's store is gone: the process that holds it, rank 0 or the launcher, "
+                f"stopped ({error})"
+            )
         return None
 
-    def _beat(self) -> None:
-        while True:
-            self._running.wait()
-            time.sleep(BEAT_S)
-            if not self._running.is_set():
-                continue
-            self._beats += 1
-            sign = {"beat": self._beats, "task": self.now.task, "waits_for": self.now.waits_for}
-            with contextlib.suppress(Exception), self._lock:
-                self._store.set(f"beat/{self._rank}", json.dumps(sign))
+    def explain(self, task: str, peer: int, error: BaseException) -> RunError:
+        """Why a wait for `peer` broke: the verdict of the group, found now if need be."""
+        cause = self._investigate(peer)
+        return RunError(f"rank {self._rank}, {task}, waiting for rank {peer}: {cause} ({error})")
+
+    def signs(self) -> dict[int, Activity]:
+        """What every rank last said that it does; none of those that never said anything."""
+        found = {}
+        with contextlib.suppress(Exception):
+            for rank in range(self._ranks):
+                key = f"beat/{rank}"
+                if self._store.check([key]):
+                    found[rank] = Activity(**json.loads(self._store.get(key).decode()))
+        return found
+
+    def _investigate(self, peer: int) -> str:
+        before = self.signs()
+        end = time.monotonic() + GRACE_S
+        while time.monotonic() < end:
+            known = self.failure()
+            if known:
+                return known
+            time.sleep(0.05)
+        return self.blame(self._verdict(peer, before, self.signs()))
+
+    def _verdict(self, peer: int, before: dict[int, Activity], after: dict[int, Activity]) -> str:
+        """Follows who waits for whom to the rank that waits for nobody."""
+        seen: list[int] = [self._rank]
+        while peer not in seen:
+            seen.append(peer)
+            now = after.get(peer)
+            if now is None:
+                return f"rank {peer} gave no sign of life: it died, or never made its Attention"
+            place = f"{now.task} of {now.call}" if now.call else now.task
+            if now == before.get(peer):
+                return f"rank {peer} gives no sign of life since {place}: it died or was stopped"
+            if not now.call:
+                return f"rank {peer} is alive but {now.task}: it did not join {self.now.call}"
+            if now.call != self.now.call:
+                return (
+                    f"rank {peer} runs {now.call} while rank {self._rank} runs {self.now.call}: "
+                    "all ranks must make the same calls, with the same batch"
+                )
+            if now.waits_for < 0:
+                return f"rank {peer} is alive and hangs in {place}"
+            peer = now.waits_for
+        return f"ranks {seen} wait for each other"
+
+    def beat(self) -> None:
+        """Writes what this rank does now."""
+        self.now.beat += 1
+        self._store.set(f"beat/{self._rank}", json.dumps(asdict(self.now)))
+
+
+def _beat(watch_of: weakref.ref[Watch], stop: threading.Event) -> None:
+    """Beats for as long as the watch and its store exist."""
+    while True:
+        watch = watch_of()
+        if watch is None:
+            return
+        try:
+            watch.beat()
+        except Exception:
+            return
+        del watch
+        if stop.wait(BEAT_S):
+            return
+
+
+def _end(stop: threading.Event, thread: threading.Thread) -> None:
+    stop.set()
+    if thread is not threading.current_thread():
+        thread.join(timeout=1.0)

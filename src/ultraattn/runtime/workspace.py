@@ -50,6 +50,11 @@ class Workspace:
         self._made += 1
         bisect.insort(self._free, (lease.whole.numel(), self._made, lease.whole))
 
+    def forget(self, lease: Lease) -> None:
+        """Lets a borrowed buffer go for good: something outside may still write to it."""
+        self.bytes_lent -= lease.whole.numel()
+        self.bytes_held -= lease.whole.numel()
+
     def clear(self) -> None:
         """Frees the buffers that nobody borrows."""
         self.bytes_held -= sum(size for size, _, _ in self._free)

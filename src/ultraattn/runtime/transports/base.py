@@ -26,7 +26,13 @@ class Transport(Protocol):
     bytes_received: int
 
     def send(self, target: int, buffer: Tensor, tag: int) -> Handle:
-        """Starts to send `buffer` (uint8, flat) to rank `target` of the group."""
+        """Starts to send `buffer` (uint8, flat) to rank `target` of the group.
+
+        This and the other methods raise RuntimeError where a peer or the group is gone.
+        """
 
     def receive(self, source: int, buffer: Tensor, tag: int) -> Handle:
         """Starts to receive into `buffer` (uint8, flat) from rank `source` of the group."""
+
+    def abort(self) -> None:
+        """Breaks the connections of this rank, so that no peer waits for it any more."""
