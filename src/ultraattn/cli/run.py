@@ -240,6 +240,6 @@ def _report(
             )
             for which in verify.NAMES
         }
-        found = verify.Results(**joined)
+        found = verify.Results(joined["out"], joined["dq"], joined["dk"], joined["dv"])
         verdict = compare(problem, mask_of(plan, None), whole, found)
     return Report(plan, planning_s, text.batch, name, ordered, verdict)
