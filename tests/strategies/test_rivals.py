@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ultraattn as ua
 from tests.strategies.rival_plans import rival_plan
 from ultraattn import masks
 from ultraattn.errors import InputError
@@ -77,7 +78,8 @@ def test_fewer_tokens_than_ranks_and_unequal_lengths_are_served() -> None:
 class TestRingWaste:
     """The worked example: four chunks, first column and diagonal, one chunk a rank."""
 
-    plan = rival_plan("ring", masks.from_blocks([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]), seqlen=16)  # fmt: skip
+    mask = masks.from_blocks([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]])
+    plan = rival_plan("ring", mask, seqlen=16)
 
     def test_nine_of_twelve_receives_are_useless(self) -> None:
         found = key_receives(self.plan.forward.program)
@@ -89,11 +91,8 @@ class TestRingWaste:
         assert self.plan.forward_account.received.tolist() == [3 * chunk] * 4
 
     def test_rows_receive_only_what_they_need(self) -> None:
-        import ultraattn as ua
-
-        mask = masks.from_blocks([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]])
         rows = ua.plan(
-            mask, seqlen=16, heads=4, kv_heads=2, head_dim=8, ranks=4, strategy="rows",
+            self.mask, seqlen=16, heads=4, kv_heads=2, head_dim=8, ranks=4, strategy="rows",
             layout="contiguous",
         )  # fmt: skip
         found = key_receives(rows.forward.program)
