@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def _compile(function: F) -> F:
     """`function` compiled, or as it is where numba is missing."""
-    return _njit(cache=True)(function) if COMPILED else function  # type: ignore[return-value]
+    return _njit(cache=True, nogil=True)(function) if COMPILED else function  # type: ignore[return-value]
 
 
 # `fixed` is (weight, first, line_of, owner, size_in, size_out, line_first, line_block): lines of
@@ -50,6 +50,10 @@ LIGHT = 9  # the least HEAVY may become
 RULE_SIZE = 10
 
 
+# Of 64 proposals: single moves below MOVE, swaps below SWAP, then whole lines, the last exchanged.
+MOVE, SWAP = 28, 58
+
+
 @_compile
 def draw(state: Any, count: int) -> int:
     """A number below `count`: xorshift of 32 bits, the same on every machine."""
@@ -58,7 +62,7 @@ def draw(state: Any, count: int) -> int:
     x ^= x >> 17
     x ^= (x << 5) & 0xFFFFFFFF
     state[RANDOM] = x
-    return (x * count) >> 32
+    return int((x * count) >> 32)
 
 
 @_compile
@@ -140,7 +144,82 @@ def move(block: int, rank: int, fixed: Any, live: Any, state: Any, rule: Any) ->
         if counts[here] == 1 and own != rank:
             delta += _shift(rank, size_in[line], size_out[line], live, state, rule)
             delta += _shift(own, size_out[line], size_in[line], live, state, rule)
-    return delta  # type: ignore[no-any-return]
+    return delta
+
+
+@_compile
+def _over(rank: int, more_recv: int, more_send: int, live: Any, target: int) -> int:
+    """The change of volume over the target if a rank's volumes changed."""
+    recv, send = live[5][rank] - target, live[6][rank] - target
+    over = 0
+    if recv > 0:
+        over -= recv
+    if send > 0:
+        over -= send
+    if recv + more_recv > 0:
+        over += recv + more_recv
+    if send + more_send > 0:
+        over += send + more_send
+    return int(over)
+
+
+@_compile
+def price(block: int, rank: int, fixed: Any, live: Any, rule: Any) -> int:
+    """The change of energy that `move` would return, without moving.
+
+    The columns of a block have one owner, so that at most four ranks change: the old and the new
+    one, the row's owner and the columns' owner.
+    """
+    weight, first, line_of, owner, size_in, size_out, _, _ = fixed
+    assign, counts, load = live[0], live[4], live[7]
+    many = len(owner)
+    old = assign[block]
+    target = rule[TARGET]
+    old_recv = old_send = new_recv = new_send = own_recv = own_send = over = total = 0
+    last = -1
+    for k in range(first[block], first[block + 1]):
+        line = line_of[k]
+        own = owner[line]
+        change = 0
+        if own != old and counts[old * many + line] == 1:
+            old_recv -= size_in[line]
+            old_send -= size_out[line]
+            change -= 1
+        if own != rank and counts[rank * many + line] == 0:
+            new_recv += size_in[line]
+            new_send += size_out[line]
+            change += 1
+        if change != 0:
+            total += change * (size_in[line] + size_out[line])
+            if own == old:
+                old_recv += change * size_out[line]
+                old_send += change * size_in[line]
+            elif own == rank:
+                new_recv += change * size_out[line]
+                new_send += change * size_in[line]
+            else:
+                if own != last and last >= 0:
+                    over += _over(last, own_recv, own_send, live, target)
+                    own_recv = 0
+                    own_send = 0
+                last = own
+                own_recv += change * size_out[line]
+                own_send += change * size_in[line]
+    if last >= 0:
+        over += _over(last, own_recv, own_send, live, target)
+    over += _over(old, old_recv, old_send, live, target)
+    over += _over(rank, new_recv, new_send, live, target)
+    delta = over * rule[HARD] + total * rule[SOFT]
+    heavy, shift, cap = rule[HEAVY], rule[LOAD_SHIFT], rule[CAP]
+    before = load[old] - cap
+    after = before - weight[block]
+    if before > 0:
+        delta += ((max(after, 0) * heavy) >> shift) - ((before * heavy) >> shift)
+    before = load[rank] - cap
+    after = before + weight[block]
+    if after > 0:
+        delta += ((after * heavy) >> shift) - ((max(before, 0) * heavy) >> shift)
+    return delta
 
 
 @_compile
@@ -286,27 +365,26 @@ def anneal(
                 continue
             if _missing(block, rank, fixed, live) > 1 and draw(state, 8) != 0:
                 continue
-            kind = draw(state, 16)
-            done = 0
-            delta = 0
-            if kind < 7:
-                undo[0] = block
-                undo[1] = old
-                done = 1
-                delta = move(block, rank, fixed, live, state, rule)
-            elif kind < 13:
+            kind = draw(state, 64)
+            limit = (heat * odds[draw(state, 1024)]) >> 16
+            if kind < MOVE:
+                if price(block, rank, fixed, live, rule) > limit:
+                    continue
+                move(block, rank, fixed, live, state, rule)
+            elif kind < SWAP:
                 other = _partner(rank, old, fixed, live, state)
                 if other < 0 or pinned[other] == 1:
                     continue
-                undo[0] = block
-                undo[1] = old
-                undo[2] = other
-                undo[3] = rank
-                done = 2
                 delta = move(block, rank, fixed, live, state, rule)
-                delta += move(other, old, fixed, live, state, rule)
+                delta += price(other, old, fixed, live, rule)
+                if delta > limit:
+                    move(block, old, fixed, live, state, rule)
+                    continue
+                move(other, old, fixed, live, state, rule)
             else:
                 # A whole line of a rank; for the last kind the two ranks exchange the line.
+                done = 0
+                delta = 0
                 line = line_of[first[block] + draw(state, first[block + 1] - first[block])]
                 for k in range(line_first[line], line_first[line + 1]):
                     other = line_block[k]
@@ -317,15 +395,16 @@ def anneal(
                         undo[2 * done + 1] = old
                         done += 1
                         delta += move(other, rank, fixed, live, state, rule)
-                    elif kind == 15 and assign[other] == rank:
+                    elif kind == 63 and assign[other] == rank:
                         undo[2 * done] = other
                         undo[2 * done + 1] = rank
                         done += 1
                         delta += move(other, old, fixed, live, state, rule)
-            if delta > 0 and delta > (heat * odds[draw(state, 1024)]) >> 16:
-                for k in range(done - 1, -1, -1):
-                    move(undo[2 * k], undo[2 * k + 1], fixed, live, state, rule)
-            elif (
+                if delta > limit:
+                    for k in range(done - 1, -1, -1):
+                        move(undo[2 * k], undo[2 * k + 1], fixed, live, state, rule)
+                    continue
+            if (
                 state[HARD_EXCESS] == 0
                 and state[LOAD_EXCESS] == 0
                 and (rule[FOLLOW] == 1 or state[TOTAL] <= state[BEST_TOTAL])

@@ -12,7 +12,6 @@ import numpy as np
 from ultraattn.planning import moves
 from ultraattn.planning.ledger import Ints, TilingProblem, Value, evaluate
 
-HUGE = 2**62
 ODDS = [round(-math.log((k + 0.5) / 1024) * 65536) for k in range(1024)]
 
 
@@ -88,21 +87,26 @@ class Arena:
 
 
 @dataclass(frozen=True)
-class Heat:
-    """One annealing: `rounds` falling temperatures, from `hot` to `cold`, `steps` proposals each.
+class Style:
+    """How an annealing weighs things, and how hot it is.
 
-    Temperatures are in hundredths of the mean size of a line.
+    Attributes:
+        hot, cold: first and last temperature, in hundredths of the mean size of a line.
+        hard: weight of volume over the target.
+        heavy: weight of load over the cap, a heaviest block counting as a line.
+        soft: weight of all traffic.
     """
 
-    rounds: int
-    steps: int
-    hot: int = 100
-    cold: int = 10
+    hot: int
+    cold: int
+    hard: int
+    heavy: int
+    soft: int
 
-    def temperatures(self, unit: int) -> list[int]:
-        """Falling geometrically (in integers), the last ones zero."""
-        ratio = (self.cold / self.hot) ** (1 / max(1, self.rounds - 1))
-        return [int(self.hot * ratio**k * unit) // 100 for k in range(self.rounds)]
+    def temperatures(self, rounds: int, unit: int) -> list[int]:
+        """Falling geometrically from hot to cold."""
+        ratio = (self.cold / self.hot) ** (1 / max(1, rounds - 1))
+        return [int(self.hot * ratio**k * 1000) * unit // 100_000 for k in range(rounds)]
 
 
 SOFT = 64
@@ -125,17 +129,18 @@ def _rings(start: Ints, ranks: int) -> tuple[Ints, Ints, Ints]:
 def anneal(
     arena: Arena,
     start: Ints,
-    heat: Heat,
+    style: Style,
+    rounds: int,
+    steps: int,
     *,
     seed: int,
     lower: int,
-    best: tuple[Value, Ints] | None,
+    best: tuple[Value, Ints],
     follow: bool = True,
-    hard: int = 6,
-    heavy: int = 6,
-    soft: int = 1,
-) -> tuple[Value, Ints] | None:
+) -> tuple[Value, Ints]:
     """One run from `start` (ranks in the order of blocks); the better of its best and `best`.
+
+    `rounds` falling temperatures with `steps` proposals each.
 
     `follow`: hunt for a smaller volume than the best; otherwise for less traffic at that volume.
     """
@@ -148,7 +153,7 @@ def anneal(
     counts = np.bincount(
         start[arena.block_line[0]] * many + arena.block_line[1], minlength=problem.ranks * many
     )
-    target = ledger.max_volume if best is None else best[0][0] - (unit if follow else 0)
+    target = best[0][0] - (unit if follow else 0)
     target = max(target, lower)
     over = int(
         np.maximum(ledger.recv - target, 0).sum() + np.maximum(ledger.send - target, 0).sum()
@@ -158,20 +163,20 @@ def anneal(
     state[moves.RANDOM] = _seed(seed)
     state[moves.HARD_EXCESS], state[moves.LOAD_EXCESS] = over, excess
     state[moves.TOTAL] = ledger.total
-    state[moves.BEST_VOLUME : moves.BEST_LOAD + 1] = best[0] if best else (HUGE, HUGE, HUGE)
+    state[moves.BEST_VOLUME : moves.BEST_LOAD + 1] = best[0]
     rule = [0] * moves.RULE_SIZE
     rule[moves.TARGET], rule[moves.CAP] = target, problem.cap
-    rule[moves.HARD], rule[moves.SOFT] = hard * SOFT, soft * SOFT
+    rule[moves.HARD], rule[moves.SOFT] = style.hard * SOFT, style.soft * SOFT
     heaviest = int(problem.block_weight.max())
     rule[moves.LOAD_SHIFT] = shift = max(0, heaviest.bit_length() - 1)
-    rule[moves.HEAVY] = ((heavy * SOFT * mean) << shift) // heaviest
+    rule[moves.HEAVY] = ((style.heavy * SOFT * mean) << shift) // heaviest
     rule[moves.LIGHT] = max(1, rule[moves.HEAVY] // 4)
     rule[moves.SIZE_UNIT], rule[moves.LOWER] = unit, lower
     rule[moves.FOLLOW] = int(follow)
-    kept, scalars = _native(start), _native(state)
+    kept, scalars = _native(start.copy()), _native(state)
     moves.anneal(
-        heat.steps,
-        _native(heat.temperatures(mean * SOFT)),
+        steps,
+        _native(style.temperatures(rounds, mean * SOFT)),
         arena.odds,
         arena.free,
         arena.pinned,

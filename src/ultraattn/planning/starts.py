@@ -7,7 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultraattn.planning.ledger import NO_RANK, Ints, TilingProblem
+from ultraattn.planning.ledger import NO_RANK, Ints, TilingProblem, Value, evaluate
+from ultraattn.planning.packing import pack
+from ultraattn.planning.repair import repair
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """An assignment within the cap, its value and where it comes from."""
+
+    value: Value
+    assignment: Ints
+    origin: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,3 +77,38 @@ def structured(problem: TilingProblem) -> Iterator[Start]:
         part = problem.ranks // head_parts
         for height in divisors(part):
             yield mesh(problem, head_parts, height, part // height)
+
+
+def _pin(problem: TilingProblem, assignment: Ints, pinned: Ints) -> Ints:
+    ranks = assignment[problem.weight > 0]
+    return problem.spread(np.where(pinned != NO_RANK, pinned, ranks))
+
+
+def structured_starts(
+    problem: TilingProblem, pinned: Ints, repairs: int, further: tuple[Start, ...] = ()
+) -> list[Found]:
+    """Structured assignments within the cap, some after repair, the best first; or none at all."""
+    found: list[Found] = []
+    over: list[Found] = []
+    seen: set[bytes] = set()
+    for start in (*further, *structured(problem)):
+        assignment = _pin(problem, start.assignment, pinned)
+        if assignment.tobytes() in seen:
+            continue
+        seen.add(assignment.tobytes())
+        ledger = evaluate(problem, assignment)
+        kept = found if ledger.max_load <= problem.cap else over
+        kept.append(Found(ledger.value, assignment, start.name))
+    over.sort(key=lambda s: (s.value[0] * s.value[2], s.value))
+    for uneven in over[:repairs]:
+        fixed = repair(problem, uneven.assignment, pinned)
+        if fixed is not None:
+            name = f"{uneven.origin}, levelled"
+            found.append(Found(evaluate(problem, fixed).value, fixed, name))
+    if not found:
+        packed = pack(problem, problem.cap, pinned)
+        if packed is None:
+            return []
+        assignment = problem.spread(packed)
+        found.append(Found(evaluate(problem, assignment).value, assignment, "packing"))
+    return sorted(found, key=lambda start: start.value)

@@ -19,9 +19,8 @@ from ultraattn.planning.ledger import (
     check_assignment,
     evaluate,
 )
-from ultraattn.planning.packing import feasible_cap, pack
-from ultraattn.planning.repair import repair
-from ultraattn.planning.starts import Start, structured
+from ultraattn.planning.packing import feasible_cap
+from ultraattn.planning.starts import Found, Start, structured_starts
 
 
 class Effort(StrEnum):
@@ -38,16 +37,17 @@ class Steps:
     """What an effort spends: proposals of the local search, deterministic time of the solver."""
 
     proposals: int
-    restarts: int
+    width: int
+    rounds: int
     solver_time: float
-    solver_blocks: int
+    solver_size: int
 
 
 STEPS = {
-    Effort.INSTANT: Steps(0, 0, 0.0, 0),
-    Effort.FAST: Steps(100_000, 1, 0.0, 0),
-    Effort.NORMAL: Steps(600_000, 2, 0.4, 150),
-    Effort.BEST: Steps(8_000_000, 8, 20.0, 600),
+    Effort.INSTANT: Steps(0, 0, 0, 0.0, 0),
+    Effort.FAST: Steps(130_000, 2, 1, 0.0, 0),
+    Effort.NORMAL: Steps(1_300_000, 4, 1, 0.8, 3_000),
+    Effort.BEST: Steps(10_000_000, 4, 4, 10.0, 6_000),
 }
 
 
@@ -87,13 +87,6 @@ class TilingResult:
         return self.max_volume, self.total, self.max_load
 
 
-@dataclass(frozen=True, eq=False)
-class _Found:
-    value: Value
-    assignment: Ints
-    origin: str
-
-
 def pin_diagonal_blocks(problem: TilingProblem) -> Ints:
     """The owner of the query chunk for blocks (g, i, i), -1 for all others, in block order."""
     block = problem.blocks
@@ -102,7 +95,7 @@ def pin_diagonal_blocks(problem: TilingProblem) -> Ints:
 
 def require_solver(effort: Effort) -> None:
     """Raises MissingExtraError where an effort needs OR-Tools and it is not installed."""
-    if STEPS[effort].solver_blocks:
+    if STEPS[effort].solver_size:
         try:
             import ortools  # noqa: F401
         except ImportError as error:
@@ -127,38 +120,6 @@ def _within_cap(problem: TilingProblem, pinned: Ints, strict: bool) -> TilingPro
             f"found is {cap}: pass that or more, or let the planner raise it"
         )
     return problem if cap == problem.cap else problem.with_cap(cap)
-
-
-def _pin(problem: TilingProblem, assignment: Ints, pinned: Ints) -> Ints:
-    ranks = assignment[problem.weight > 0]
-    return problem.spread(np.where(pinned != NO_RANK, pinned, ranks))
-
-
-def _starts(problem: TilingProblem, pinned: Ints, repairs: int) -> list[_Found]:
-    """Structured assignments within the cap, some of them after repair, the best first."""
-    found: list[_Found] = []
-    over: list[_Found] = []
-    seen: set[bytes] = set()
-    for start in structured(problem):
-        assignment = _pin(problem, start.assignment, pinned)
-        if assignment.tobytes() in seen:
-            continue
-        seen.add(assignment.tobytes())
-        ledger = evaluate(problem, assignment)
-        kept = found if ledger.max_load <= problem.cap else over
-        kept.append(_Found(ledger.value, assignment, start.name))
-    over.sort(key=lambda s: (s.value[0] * s.value[2], s.value))
-    for uneven in over[:repairs]:
-        fixed = repair(problem, uneven.assignment, pinned)
-        if fixed is not None:
-            name = f"{uneven.origin}, levelled"
-            found.append(_Found(evaluate(problem, fixed).value, fixed, name))
-    if not found:
-        packed = pack(problem, problem.cap, pinned)
-        assert packed is not None
-        assignment = problem.spread(packed)
-        found.append(_Found(evaluate(problem, assignment).value, assignment, "packing"))
-    return sorted(found, key=lambda start: start.value)
 
 
 def solve(
@@ -195,35 +156,25 @@ def solve(
     )
     asked = problem.cap
     problem = _within_cap(problem, pinned, strict_cap)
-    bound = lower_bound(problem)
-    found = _starts(problem, pinned, repairs=2)
+    found = structured_starts(problem, pinned, repairs=4, further=starts)
     best = found[0]
+    bound = lower_bound(problem, best.value[0])
     steps = STEPS[effort]
     if steps.proposals and best.value[0] > bound:
-        best = _search(problem, pinned, found, bound, steps)
+        from ultraattn.planning.improve import improve
+
+        best = improve(problem, pinned, found, bound, steps.proposals, steps.width, steps.rounds)
+    if best.value[0] > bound and count * problem.ranks <= steps.solver_size:
+        from ultraattn.planning.solver import prove
+
+        proof = prove(problem, pinned, best.assignment, bound, steps.solver_time)
+        bound = proof.lower_bound
+        if proof.value < best.value:
+            best = Found(proof.value, proof.assignment, "solver")
     return _result(problem, best, bound, asked)
 
 
-def _search(
-    problem: TilingProblem, pinned: Ints, found: list[_Found], bound: int, steps: Steps
-) -> _Found:
-    from ultraattn.planning.search import Arena, Heat, anneal
-
-    arena = Arena.make(problem, (pinned != NO_RANK).astype(np.int64))
-    best = found[0]
-    blocks = problem.weight > 0
-    kept = (best.value, best.assignment[blocks])
-    heat = Heat(50, max(1, steps.proposals // steps.restarts // 50), 50, 10)
-    for number in range(steps.restarts):
-        start = found[number % len(found)]
-        better = anneal(arena, start.assignment[blocks], heat, seed=number, lower=bound, best=kept)
-        kept = better or kept
-    if kept[0] == best.value:
-        return best
-    return _Found(kept[0], problem.spread(kept[1]), "search")
-
-
-def _result(problem: TilingProblem, best: _Found, bound: int, asked: int) -> TilingResult:
+def _result(problem: TilingProblem, best: Found, bound: int, asked: int) -> TilingResult:
     ledger = evaluate(problem, best.assignment)
     return TilingResult(
         assignment=best.assignment,

@@ -1,0 +1,247 @@
+"""Turns starting assignments into one good one: which annealings run, from what, in which order.
+
+A search is rounds of two stages. The first anneals several starts, each in its own style; the
+second anneals the best outcomes again, from a low heat. Runs of a stage do not see each other, so
+they share the cores without changing the outcome. Fine grids are first solved coarse (`coarse`),
+many ranks first as groups of ranks (`grouped`), tight caps first under a looser cap (`repair`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ultraattn.planning import moves
+from ultraattn.planning.coarse import coarsen, lift
+from ultraattn.planning.grouped import group, ungroup
+from ultraattn.planning.ledger import NO_RANK, Ints, TilingProblem, Value, evaluate
+from ultraattn.planning.repair import repair
+from ultraattn.planning.search import Arena, Style, anneal
+from ultraattn.planning.starts import Found, structured_starts
+
+# Groups of ranks (height, width), where many ranks are planned as groups first.
+GROUPS = ((2, 4), (4, 2), (4, 4), (2, 2))
+MANY_RANKS = 32
+# A grid with fewer blocks a rank is not solved coarse first.
+COARSEN_ABOVE = 36
+ROUNDS = 32
+
+EVEN = Style(hot=50, cold=8, hard=6, heavy=3, soft=1)
+BOLD = Style(hot=100, cold=20, hard=24, heavy=12, soft=1)
+WARM = Style(hot=30, cold=8, hard=6, heavy=3, soft=1)
+CALM = Style(hot=20, cold=6, hard=6, heavy=3, soft=1)
+FIRM = Style(hot=40, cold=10, hard=24, heavy=12, soft=1)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One annealing to do: from where, how, and whether under a looser cap first."""
+
+    start: Found
+    style: Style
+    seed: int
+    loose: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """A problem with what all of its runs share."""
+
+    problem: TilingProblem
+    pinned: Ints
+    bound: int
+    arena: Arena
+    loose: Arena | None
+
+    @staticmethod
+    def make(problem: TilingProblem, pinned: Ints, bound: int) -> Level:
+        """A looser cap is tried where the slack over all ranks is below half a block a rank."""
+        arena = Arena.make(problem, (pinned != NO_RANK).astype(np.int64))
+        heaviest = int(problem.block_weight.max())
+        slack = problem.cap * problem.ranks - problem.total_weight
+        loose = None
+        if 2 * slack < heaviest * problem.ranks:
+            loose = replace(arena, problem=problem.with_cap(problem.cap + heaviest))
+        return Level(problem, pinned, bound, arena, loose)
+
+
+def _spread(level: Level, value: Value, ranks: Ints) -> Found:
+    return Found(value, level.problem.spread(ranks), "search")
+
+
+def _run(level: Level, run: Run, proposals: int) -> Found:
+    """The better of the run's start and what it finds."""
+    blocks = level.problem.weight > 0
+    steps = max(1, proposals // ROUNDS)
+    ranks = run.start.assignment[blocks]
+    best = (run.start.value, ranks)
+    if run.loose and level.loose is not None:
+        loose = anneal(
+            level.loose,
+            ranks,
+            run.style,
+            ROUNDS,
+            steps,
+            seed=run.seed,
+            lower=level.bound,
+            best=best,
+        )
+        fixed = repair(level.problem, level.problem.spread(loose[1]), level.pinned)
+        if fixed is None:
+            return run.start
+        return Found(evaluate(level.problem, fixed).value, fixed, "search")
+    found = anneal(
+        level.arena, ranks, run.style, ROUNDS, steps, seed=run.seed, lower=level.bound, best=best
+    )
+    return run.start if found[0] == run.start.value else _spread(level, *found)
+
+
+def _together(work: Callable[[Run], Found], runs: Sequence[Run]) -> list[Found]:
+    """Results in the order of `runs`, on as many threads as there are cores."""
+    cores = os.cpu_count() or 1
+    if len(runs) < 2 or cores < 2 or not moves.COMPILED:
+        return [work(run) for run in runs]
+    with ThreadPoolExecutor(min(cores, len(runs))) as pool:
+        return list(pool.map(work, runs))
+
+
+def _distinct(found: Sequence[Found]) -> list[Found]:
+    """The best first, without repeats."""
+    kept: list[Found] = []
+    for one in sorted(found, key=lambda f: f.value):
+        if not any(np.array_equal(one.assignment, other.assignment) for other in kept):
+            kept.append(one)
+    return kept
+
+
+def _two_stages(
+    level: Level, starts: Sequence[Found], proposals: int, width: int, seed: int
+) -> Found:
+    """One round: `width` runs from the starts, then `width` runs from the best outcomes."""
+    share = max(1, proposals // (2 * width))
+    hot = ((EVEN, True), (BOLD, False), (WARM, False), (BOLD, True))
+    calm = (CALM, FIRM, WARM)
+
+    def first(k: int) -> Run:
+        style, loose = hot[k % len(hot)]
+        return Run(starts[k % len(starts)], style, seed + k, loose)
+
+    outcomes = _together(lambda run: _run(level, run, share), [first(k) for k in range(width)])
+    best = _distinct([*starts, *outcomes])
+    if best[0].value[0] <= level.bound:
+        return best[0]
+    again = [
+        Run(best[k // 2 % len(best)], calm[k % len(calm)], seed + width + k) for k in range(width)
+    ]
+    return _distinct([best[0], *_together(lambda run: _run(level, run, share), again)])[0]
+
+
+def _less_traffic(level: Level, best: Found, proposals: int, seed: int) -> Found:
+    """The same volume with less traffic, if a short cold run finds it."""
+    ranks = best.assignment[level.problem.weight > 0]
+    found = anneal(
+        level.arena,
+        ranks,
+        CALM,
+        ROUNDS,
+        max(1, proposals // ROUNDS),
+        seed=seed,
+        lower=level.bound,
+        best=(best.value, ranks),
+        follow=False,
+    )
+    return best if found[0] == best.value else _spread(level, *found)
+
+
+def _grouped_start(
+    problem: TilingProblem, pinned: Ints, mesh: tuple[int, int], proposals: int
+) -> Found | None:
+    """The start that a search over groups of ranks gives, if it can be levelled within the cap."""
+    size = mesh[0] * mesh[1]
+    if problem.ranks % size or problem.ranks // size < 2:
+        return None
+    groups = group(problem, *mesh)
+    chain = []
+    while groups.weight.shape[1] > 2 * groups.ranks:
+        coarse = coarsen(groups)
+        if coarse is None:
+            break
+        chain.append((groups, coarse))
+        groups = coarse.problem
+    free = np.full(len(groups.blocks), NO_RANK, dtype=np.int64)
+    starts = structured_starts(groups, free, repairs=2)
+    if not starts:
+        return None
+    best = _run(Level.make(groups, free, 0), Run(starts[0], EVEN, 1), proposals)
+    assignment = best.assignment
+    for fine, coarse in reversed(chain):
+        assignment = lift(fine, coarse, assignment)
+    ranks = ungroup(problem, *mesh, assignment)[problem.weight > 0]
+    assignment = problem.spread(np.where(pinned != NO_RANK, pinned, ranks))
+    fixed = repair(problem, assignment, pinned)
+    return fixed if fixed is None else Found(evaluate(problem, fixed).value, fixed, "groups")
+
+
+def _coarse_start(
+    problem: TilingProblem, pinned: Ints, bound: int, proposals: int, width: int, rounds: int
+) -> Found | None:
+    """The start that a search on a coarser grid gives, if there is one and nothing is pinned."""
+    if len(problem.blocks) <= COARSEN_ABOVE * problem.ranks:
+        return None
+    coarse = coarsen(problem)
+    if coarse is None or (pinned != NO_RANK).any():
+        return None
+    small = coarse.problem
+    free = np.full(len(small.blocks), NO_RANK, dtype=np.int64)
+    starts = structured_starts(small, free, repairs=2)
+    if not starts:
+        return None
+    best = improve(small, free, starts, bound, proposals, width, rounds)
+    assignment = lift(problem, coarse, best.assignment)
+    return Found(evaluate(problem, assignment).value, assignment, "coarse")
+
+
+def improve(
+    problem: TilingProblem,
+    pinned: Ints,
+    starts: Sequence[Found],
+    bound: int,
+    proposals: int,
+    width: int,
+    rounds: int,
+) -> Found:
+    """The best assignment found with about `proposals` proposals, never worse than the starts.
+
+    Args:
+        problem: with a cap that can be met.
+        pinned: the rank of every block (in their order) that is fixed, -1 for the others.
+        starts: assignments within the cap, the best first.
+        bound: a lower bound on the volume; the search stops there.
+        width: runs of a stage.
+        rounds: how often to begin anew; the best of all counts.
+    """
+    best = min(starts, key=lambda f: f.value)
+    if best.value[0] <= bound:
+        return best
+    starts = list(starts[:3])
+    share = proposals
+    lifted = _coarse_start(problem, pinned, bound, proposals * 2 // 3, width, rounds)
+    if lifted is not None:
+        share = proposals // 3
+        starts = [lifted, *starts[:1]]
+        best = min(best, lifted, key=lambda f: f.value)
+    elif problem.ranks >= MANY_RANKS:
+        meshes = GROUPS[: 2 if rounds == 1 else len(GROUPS)]
+        groups = [_grouped_start(problem, pinned, m, proposals // 20) for m in meshes]
+        starts = _distinct([*starts, *(g for g in groups if g is not None)])[:4]
+    level = Level.make(problem, pinned, bound)
+    for number in range(rounds):
+        if best.value[0] <= bound:
+            break
+        found = _two_stages(level, starts, share // rounds, width, 1000 * number)
+        best = min(best, found, key=lambda f: f.value)
+    return _less_traffic(level, best, share // 10, 999)
