@@ -1,0 +1,149 @@
+"""Plans under random fusions and random valid orders are exact, move the planned bytes, and run in
+the planned order, on real processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from tests.plans.samples import small
+
+import ultraattn as ua
+from ultraattn.planning.dependency_graph import build_finest
+from ultraattn.planning.fusion_candidates import KernelLimits, LinkLimits, candidates
+from ultraattn.planning.fusion_graph import Group, contract
+from ultraattn.planning.schedule_program import renumber
+from ultraattn.plans import Pass, Plan
+from ultraattn.plans.account import account
+from ultraattn.plans.program import CollectiveOp, Compute, Program
+from ultraattn.runtime.dense import dense_attention, dense_backward
+from ultraattn.runtime.local import LocalRanks
+from workers.order import recorded
+
+BATCH, LIMIT = 2, 1e-10
+Pool = Callable[[int], LocalRanks]
+
+LIMITS = (
+    (KernelLimits(), LinkLimits()),
+    (KernelLimits(block_sets=False, max_blocks=4), LinkLimits(messages=False)),
+    (KernelLimits(), LinkLimits(frozenset(CollectiveOp))),
+)
+MASKS = {
+    "causal": ua.masks.causal(),
+    "global_local": ua.masks.global_local(),
+    "streaming": ua.masks.streaming(),
+}
+
+
+def shaken(plan: Plan, pass_: Pass, draw: random.Random) -> Program:
+    """The finest graph of a pass under random fusions, in a random valid order."""
+    given = plan.pass_plan(pass_).program
+    rank_of = {
+        block: task.rank
+        for task in given.task_views
+        if isinstance(task, Compute)
+        for block in task.tile
+    }
+    blocks = given.block_views
+    program = build_finest(
+        pass_, plan.problem, plan.q_layout, plan.kv_layout, plan.place.node_of, blocks,
+        [rank_of[block] for block in range(len(blocks))],
+    )  # fmt: skip
+    found = candidates(program, *draw.choice(LIMITS))
+    draw.shuffle(found)
+    groups: list[Group] = []
+    for group in found[:20]:
+        taken = {task for other in groups for task in other.tasks}
+        apart = not taken.intersection(group.tasks)
+        if apart and contract(program, [*groups, group]) is not None:
+            groups.append(group)
+    graph = contract(program, groups)
+    assert graph is not None
+    fused = graph.finish(plan.problem, plan.place.node_of)
+    costs = [account(plan.problem, p, plan.place.node_of) for p in (given, fused)]
+    assert costs[0].sent.tolist() == costs[1].sent.tolist()
+    assert costs[0].received.tolist() == costs[1].received.tolist()
+    return renumber(fused, any_order(fused, draw))
+
+
+def any_order(program: Program, draw: random.Random) -> list[int]:
+    waiting = [set(row) for row in program.tasks.depends_on.rows()]
+    order: list[int] = []
+    ready = [task for task, before in enumerate(waiting) if not before]
+    while ready:
+        done = ready.pop(draw.randrange(len(ready)))
+        order.append(done)
+        for task, before in enumerate(waiting):
+            if done in before:
+                before.remove(done)
+                if not before:
+                    ready.append(task)
+    return order
+
+
+def tensors(plan: Plan) -> dict[str, torch.Tensor]:
+    p, draw = plan.problem, torch.Generator().manual_seed(5)
+    shapes = {
+        "q": (BATCH, p.heads, p.q_len, p.head_dim),
+        "k": (BATCH, p.kv_heads, p.kv_len, p.head_dim),
+        "v": (BATCH, p.kv_heads, p.kv_len, p.value_dim),
+        "do": (BATCH, p.heads, p.q_len, p.value_dim),
+    }
+    return {n: torch.randn(s, generator=draw, dtype=torch.float64) for n, s in shapes.items()}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("name", "ranks", "kv_heads"), [("causal", 2, 2), ("global_local", 3, 1), ("streaming", 4, 2)]
+)
+def test_shaken_plans_are_exact_and_move_the_planned_bytes(
+    name: str, ranks: int, kv_heads: int, seed: int, local_ranks: Pool
+) -> None:
+    mask, draw = MASKS[name], random.Random(f"{name} {seed}")
+    plan = small(
+        mask, seqlen=16 * ranks + 3, heads=2, kv_heads=kv_heads, ranks=ranks, chunks=2 * ranks,
+        strategy="tile", effort="instant",
+    )  # fmt: skip
+    passes = {
+        str(p): dataclasses.replace(plan.pass_plan(p), program=shaken(plan, p, draw)) for p in Pass
+    }
+    plan = dataclasses.replace(plan, **passes)
+    plan.check()
+    given = tensors(plan)
+    results = local_ranks(ranks).run(recorded, plan, given)
+    for index, pass_ in enumerate(Pass):
+        counted = np.array([result["bytes"][index] for result in results])
+        assert counted[:, 0].tolist() == (BATCH * plan.account(pass_).sent).tolist()
+    for rank, result in enumerate(results):
+        programs = plan.for_rank(rank)
+        planned = [
+            (str(pass_), task.index)
+            for pass_ in Pass
+            for task in getattr(programs, str(pass_)).tasks
+        ]
+        assert result["trace"] == planned
+    found = {
+        what: plan.unshard([result[what] for result in results], 2, keys=what in ("dk", "dv"))
+        for what in ("out", "dq", "dk", "dv")
+    }
+    expected = dense(plan, mask, given)
+    for what, exact in expected.items():
+        error = (found[what] - exact).norm() / exact.norm()
+        assert error <= LIMIT, f"{what}: {error}"
+
+
+def dense(
+    plan: Plan, mask: ua.masks.Mask, given: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    p = plan.problem
+    lengths = ua.masks.Lengths(p.q_len, p.kv_len)
+    truth = mask.dense(np.arange(p.q_len), np.arange(p.kv_len), lengths)
+    visible = torch.from_numpy(truth[0])
+    q, k, v = given["q"], given["k"], given["v"]
+    grads = dense_backward(given["do"], q, k, v, visible, p.scale)
+    out = dense_attention(q, k, v, visible, p.scale)[0]
+    return {"out": out, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
