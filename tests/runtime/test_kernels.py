@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ultraattn.errors import InputError
 from ultraattn.masks.grid import OPEN_HI, OPEN_LO, BlockKind
 from ultraattn.runtime.dense import dense_attention
-from ultraattn.runtime.kernels import NAMES, Piece, backward_row, choose, forward_row, reference
+from ultraattn.runtime.kernels import Piece, backward_row, choose, forward_row, reference
 from ultraattn.runtime.kernels import torch_cpu as flash
 from ultraattn.runtime.merge import accumulate_dtype, sum_partials
 
@@ -401,7 +401,7 @@ def mixed_row(dtype=F64):
     return q, pieces, dout
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["auto", *IDS])
 def test_a_row_of_mixed_pieces_is_exact(name):
     q, pieces, dout = mixed_row()
     pieces[1] = Piece(pieces[1].k.clone(), pieces[1].v.clone(), pieces[1].kv_of_head)
@@ -528,7 +528,7 @@ def test_a_kernel_that_cannot_is_refused_with_those_that_can():
     piece = Piece(k, v, groups(4, 2))
     with pytest.raises(InputError, match=r"'torch_cpu' cannot.*head_dim 16, not 8.*reference"):
         forward_row(q, [piece], 0.3, kernel="torch_cpu")
-    with pytest.raises(InputError, match=r"'fancy' is unknown.*auto, torch_cpu, reference"):
+    with pytest.raises(InputError, match=r"'fancy' is unknown.*auto, torch_cpu, .*reference"):
         choose(q, piece, "fancy")
     assert choose(q, Piece(k, k, groups(4, 2))) is flash
 

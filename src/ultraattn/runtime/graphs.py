@@ -53,7 +53,7 @@ class Replays:
         self._device = device
         self._captured: dict[Key, _Captured] = {}
         # Warm-up and capture share a stream: recent NCCL breaks otherwise.
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, pass_: Pass, own: dict[Tensor, Array], batch: int) -> None:
         """As `run`: results are written into the tensors of `own`."""
@@ -92,7 +92,7 @@ class Replays:
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 self._run(pass_, static, batch)
         here.wait_stream(self._stream)
-        done = torch.cuda.Event()
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(here)
         moved = links.bytes_sent - before[0], links.bytes_received - before[1]
         links.bytes_sent, links.bytes_received = before

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ultraattn.errors import InputError
+from ultraattn.runtime.fold import can_fold, fold
 
 NEG_INF = float("-inf")
 
@@ -53,6 +54,11 @@ def merge_partials(
         InputError: no parts, as many LSEs as there are not parts, or shapes that differ.
     """
     _check_parts(outs, lses)
+    if outs[0].device.type == "cuda" and can_fold(outs, lses):
+        dtype = out_dtype or outs[0].dtype
+        out = torch.empty_like(outs[0], dtype=dtype) if out is None else out
+        lse_out = torch.empty_like(lses[0]) if lse_out is None else lse_out
+        return fold(outs, lses, _shaped(out, outs[0]), _shaped(lse_out, lses[0]))
     wide = torch.float32
     if any(x.dtype == torch.float64 for x in (*outs, *lses)):
         wide = torch.float64
@@ -120,12 +126,17 @@ def _deliver(value: Tensor, dtype: torch.dtype, out: Tensor | None, fresh: bool 
     """`value` cast once, into `out` where one is given; never an alias of it unless `fresh`."""
     if out is None:
         return value.to(dtype, copy=not fresh)
+    return _shaped(out, value).copy_(value)
+
+
+def _shaped(out: Tensor, value: Tensor) -> Tensor:
+    """`out`, if it has the shape of `value`."""
     if out.shape != value.shape:
         raise InputError(
             f"destination of shape {tuple(out.shape)} for a result of shape {tuple(value.shape)}; "
             "pass one of the result's shape"
         )
-    return out.copy_(value)
+    return out
 
 
 def _check_parts(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:

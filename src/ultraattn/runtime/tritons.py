@@ -10,6 +10,8 @@ from typing import Any
 
 from ultraattn.errors import MissingExtraError
 
+__all__ = ["has_triton", "kernel", "tl"]
+
 try:
     import triton
     import triton.language as tl

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ultraattn.runtime.kernels.base import Piece
 from ultraattn.runtime.kernels.blocks import Rectangle, rectangles, visible
+from ultraattn.runtime.kernels.fused import index_on
 from ultraattn.runtime.merge import NEG_INF, accumulate_dtype
 
 name = "reference"
@@ -65,7 +66,7 @@ def backward(
         shift = lse[:, heads, rows, None].to(wide).masked_fill(unseen, float("inf"))
         centre = delta[:, heads, rows, None].to(wide).masked_fill(unseen, 0.0)
         weights = _scores(q, piece, scale, heads, kv_heads, part).sub_(shift).exp_()
-        index = torch.tensor(kv_heads, device=dv.device)
+        index = index_on(tuple(kv_heads), dv.device)
         dv[:, :, cols].index_add_(1, index, weights.mT @ do)
         dscores = weights.mul_((do @ v.mT).sub_(centre)).mul_(scale)
         dq[:, heads, rows] += dscores @ k

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ultraattn.errors import InputError
 from ultraattn.masks.grid import BlockKind
-from ultraattn.runtime.kernels import reference, torch_cpu
+from ultraattn.runtime.kernels import cudnn, flash2, masked, reference, torch_cpu
 from ultraattn.runtime.kernels.base import Kernel, Piece, check_piece
 from ultraattn.runtime.merge import NEG_INF, accumulate_dtype, merge_partials, sum_partials
 
-KERNELS: tuple[Kernel, ...] = (torch_cpu, reference)
-"""In order of preference; the last serves everything."""
+KERNELS: tuple[Kernel, ...] = (torch_cpu, cudnn, flash2, masked, reference)
+"""In order of preference, the fastest first; the last serves everything."""
 
 NAMES: tuple[str, ...] = ("auto", *(kernel.name for kernel in KERNELS))
 """What `kernel=` takes; "auto" is the first kernel that can."""
@@ -30,11 +30,11 @@ def choose(q: Tensor, piece: Piece, name: str = "auto", deterministic: bool = Fa
     """
     if name not in NAMES:
         raise InputError(f"kernel {name!r} is unknown; expected one of {', '.join(NAMES)}")
+    for kernel in KERNELS:
+        if name in ("auto", kernel.name) and kernel.refusal(q, piece, deterministic) is None:
+            return kernel
     refusals = {kernel.name: kernel.refusal(q, piece, deterministic) for kernel in KERNELS}
     able = [kernel for kernel in KERNELS if refusals[kernel.name] is None]
-    for kernel in able:
-        if name in ("auto", kernel.name):
-            return kernel
     if name != "auto":
         others = ", ".join(kernel.name for kernel in able) or "none"
         raise InputError(

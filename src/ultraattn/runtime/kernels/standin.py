@@ -4,6 +4,8 @@ O = dO delta / |dO|^2 serves as well as the true one (of which only delta is use
 travel. On CUDA with Triton it is one pass over dO; elsewhere plain torch.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (Triton reads the annotations of its kernels.)
 from __future__ import annotations
 
 import torch
@@ -70,7 +72,7 @@ def _stand_in_kernel(
     dout, delta, lse, out, lse_out, heads, rows,
     do_b, do_h, do_r, d_b, d_h, d_r, l_b, l_h, l_r, o_b, o_h, o_r,
     limit, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     row = tl.program_id(0) * block + tl.arange(0, block)
     both = tl.program_id(1)
     b, h = (both // heads).to(tl.int64), (both % heads).to(tl.int64)

@@ -1,0 +1,36 @@
+"""Attention on a CUDA group: graphs, autograd in every order; one rank, and two where there are."""
+
+import socket
+
+import pytest
+import torch
+import torch.multiprocessing
+
+from tests.gpu import workers
+
+GPUS = torch.cuda.device_count()
+
+
+def run(worker, ranks, *args):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(workers.start, (ranks, port, worker, args), nprocs=ranks)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_one_rank_is_exact(graph):
+    run("exact", 1, "auto", graph)
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("transport", ["symmetric", "nccl"])
+def test_two_ranks_are_exact(transport, graph):
+    run("exact", 2, transport, graph)
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("transport", ["symmetric", "nccl"])
+def test_a_thousand_replays_with_ranks_out_of_step_are_right(transport):
+    run("replays", 2, transport, 1000)
