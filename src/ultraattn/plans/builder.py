@@ -142,8 +142,8 @@ class ProgramBuilder:
         ]
         buffers, buffer_of = self._buffers(producer, outputs)
         return Program(
-            blocks=_block_columns(self.blocks),
-            values=_value_columns(self.values, buffer_of),
+            blocks=block_columns(self.blocks),
+            values=value_columns(self.values, buffer_of),
             tasks=TaskColumns(
                 kind=column(TASK_ORDER.index(d.kind) for d in drafts),
                 op=column(d.op for d in drafts),
@@ -233,7 +233,8 @@ def _link(source: int, target: int, nodes: Sequence[int]) -> list[tuple[int, Str
     ]
 
 
-def _block_columns(blocks: Sequence[Block]) -> BlockColumns:
+def block_columns(blocks: Sequence[Block]) -> BlockColumns:
+    """Blocks as columns."""
     codes = {kind: kind.code for kind in BlockKind}
     return BlockColumns(
         q_chunk=column(b.q_chunk for b in blocks),
@@ -247,7 +248,8 @@ def _block_columns(blocks: Sequence[Block]) -> BlockColumns:
     )
 
 
-def _value_columns(values: Sequence[Value], buffer_of: Sequence[int]) -> ValueColumns:
+def value_columns(values: Sequence[Value], buffer_of: Sequence[int]) -> ValueColumns:
+    """Values as columns; `buffer_of` gives each its buffer."""
     return ValueColumns(
         tensor=column(v.tensor.code for v in values),
         chunk=column(v.chunk for v in values),
