@@ -19,6 +19,8 @@ from ultraattn.errors import InputError, RunError
 
 PRELOAD = ["ultraattn.runtime.local", "ultraattn.runtime.attention", "torch._dynamo"]
 """What the fork server imports once, so that a rank starts in a fraction of a second."""
+START_S = 120.0
+"""Seconds that ranks get to start, and to join their group."""
 CLOSE_S = 2.0
 """Seconds that ranks get to end by themselves before they are killed."""
 
@@ -55,7 +57,7 @@ class LocalRanks:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, ranks, self._store.port, threads, timeout_s),
+                args=(theirs, rank, ranks, self._store.port, threads, max(START_S, timeout_s)),
                 daemon=True,
                 name=f"ultraattn-rank-{rank}",
             )
@@ -64,7 +66,7 @@ class LocalRanks:
             self._pipes.append(ours)
             self._processes.append(process)
         try:
-            _raise_failures(self._collect())
+            _raise_failures(self._collect(START_S))
         except BaseException:
             self.close()
             raise
@@ -93,19 +95,19 @@ class LocalRanks:
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send((function, args))
-        return self._collect()
+        return self._collect(self._timeout_s)
 
-    def _collect(self) -> list[Any]:
+    def _collect(self, timeout_s: float) -> list[Any]:
         results: list[Any] = [None] * self.ranks
         waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        end = time.monotonic() + self._timeout_s
+        end = time.monotonic() + timeout_s
         while waiting:
             left = end - time.monotonic()
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, left))
             if not ready:
                 self._late = sorted(waiting.values())
                 for rank in self._late:
-                    results[rank] = Failure("no answer", f"none within {self._timeout_s:g} s")
+                    results[rank] = Failure("no answer", f"none within {timeout_s:g} s")
                 break
             for pipe in ready:
                 rank = waiting.pop(pipe)

@@ -84,7 +84,8 @@ def dense_results(
     factor = q.shape[-1] ** -0.5 if scale is None else abs(scale)
     most = factor * float(dout.double().norm()) * _longest(v)
     terms = {"dq": most * _longest(k), "dk": most * _longest(q)}
-    return Results(out, *dense_backward(dout, q, k, v, visible, scale), lse, terms)
+    dq, dk, dv = dense_backward(dout, q, k, v, visible, scale)
+    return Results(out, dq, dk, dv, lse, terms)
 
 
 def device_results(
@@ -101,7 +102,8 @@ def device_results(
     nothing give zeros.
     """
     if not min(q.shape) or not min(k.shape):
-        return Results(torch.zeros_like(dout), *(torch.zeros_like(x) for x in (q, k, v)))
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        return Results(torch.zeros_like(dout), dq, dk, dv)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     bias = blind = None
     if visible is not None:
@@ -113,8 +115,8 @@ def device_results(
         out = scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=True)
         if blind is not None:
             out = out.masked_fill(blind, 0.0)
-        grads = torch.autograd.grad(out, (q, k, v), dout)
-    return Results(out.detach(), *grads)
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    return Results(out.detach(), dq, dk, dv)
 
 
 def compare(results: Results, truth: Results) -> Errors:

@@ -1,8 +1,8 @@
 """Tells ranks of each other's faults: who failed or stopped, in which task, and why.
 
 When a rank dies, its peers see broken connections in an order of their own and blame each other.
-So every rank writes twice a second into the group's store what it is doing, the first to fail
-writes who and why before it leaves, and a rank whose wait breaks reads both. The first verdict
+So every rank writes what it is doing into the group's store, a few times a second; the first to
+fail writes who and why before it leaves; and a rank whose wait breaks reads both. The first verdict
 that is written is the one that all ranks report:
 
     rank 2 dies in task 7          rank 0 waits for 1, rank 1 waits for 2
@@ -18,13 +18,15 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ultraattn.errors import RunError
 
 BEAT_S = 0.5
-"""Seconds between two signs of life of a rank."""
+"""Seconds between two signs of life of a rank that does the same for long."""
+LOOK_S = 0.05
+"""Seconds between two looks at what this rank does; longer in large groups, which share a store."""
 GRACE_S = 2.5
 """Seconds that a rank whose wait broke looks for a written verdict and for signs of life."""
 
@@ -40,6 +42,8 @@ class Activity:
     task: str = BETWEEN_CALLS
     waits_for: int = -1
     """The rank it waits for, or -1."""
+    number: int = 0
+    """Calls it has begun."""
     beat: int = 0
 
 
@@ -60,7 +64,10 @@ class Watch:
         self.now = Activity()
         stop = threading.Event()
         thread = threading.Thread(
-            target=_beat, args=(weakref.ref(self), stop), daemon=True, name="ultraattn-watch"
+            target=_beat,
+            args=(weakref.ref(self), stop, max(LOOK_S, ranks / 1000)),
+            daemon=True,
+            name="ultraattn-watch",
         )
         weakref.finalize(self, _end, stop, thread)
         thread.start()
@@ -69,6 +76,7 @@ class Watch:
     def calling(self, call: str) -> Iterator[None]:
         """While it lasts, the rank is in `call`: a text that all ranks give alike."""
         self.now.call = call
+        self.now.number += 1
         yield
         self.now.call, self.now.task = "", BETWEEN_CALLS
 
@@ -132,10 +140,10 @@ class Watch:
                 return f"rank {peer} gave no sign of life: it died, or never made its Attention"
             place = f"{now.task} of {now.call}" if now.call else now.task
             if now == before.get(peer):
-                return f"rank {peer} gives no sign of life since {place}: it died or was stopped"
+                return f"rank {peer} died or was stopped; it was last seen in {place}"
             if not now.call:
                 return f"rank {peer} is alive but {now.task}: it did not join {self.now.call}"
-            if now.call != self.now.call:
+            if now.number >= self.now.number and now.call != self.now.call:
                 return (
                     f"rank {peer} runs {now.call} while rank {self._rank} runs {self.now.call}: "
                     "all ranks must make the same calls, with the same batch"
@@ -151,19 +159,23 @@ class Watch:
         self._store.set(f"beat/{self._rank}", json.dumps(asdict(self.now)))
 
 
-def _beat(watch_of: weakref.ref[Watch], stop: threading.Event) -> None:
-    """Beats for as long as the watch and its store exist."""
-    while True:
+def _beat(watch_of: weakref.ref[Watch], stop: threading.Event, look_s: float) -> None:
+    """Beats for as long as the watch and its store exist: when something is new, or time is up."""
+    said, said_at = Activity(), 0.0
+    while not stop.is_set():
         watch = watch_of()
         if watch is None:
             return
-        try:
-            watch.beat()
-        except Exception:
-            return
+        now = replace(watch.now)
+        if now != said or time.monotonic() - said_at > BEAT_S:
+            try:
+                watch.beat()
+            except Exception:
+                return
+            said, said_at = replace(now, beat=watch.now.beat), time.monotonic()
+        idle = not now.call
         del watch
-        if stop.wait(BEAT_S):
-            return
+        stop.wait(BEAT_S if idle else look_s)
 
 
 def _end(stop: threading.Event, thread: threading.Thread) -> None:

@@ -1,0 +1,161 @@
+"""Runs the whole matrix: `python -m tests.exactness`; goes on where an earlier run stopped.
+
+Every case becomes one JSON line in the results file: ok, wrong (with what is), impossible (with
+the library's reason) or same (as another case, whose plan is byte-equal). The exit code is 1 when
+any case is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from tests.exactness.cases import Case, cost, whole
+from tests.exactness.judge import run_case
+from tests.exactness.ranks import MOST_BATCH
+from ultraattn.errors import InputError, UltraAttnError
+from ultraattn.masks import Lengths
+from ultraattn.runtime.local import LocalRanks
+
+
+def main() -> int:
+    """Runs what has no result yet."""
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.exactness")
+    parser.add_argument("--results", type=Path, default=Path("out/exactness.jsonl"))
+    parser.add_argument("--only", default="", help="run the cases whose name holds this text")
+    parser.add_argument("--minutes", type=float, default=0, help="stop after so long; 0: never")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    known = read(options.results)
+    cases = [case for case in whole() if options.only in case.key]
+    todo = [case for case in cases if case.key not in known]
+    end = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
+    pools: dict[int, LocalRanks] = {}
+
+    def pool(ranks: int) -> LocalRanks:
+        if ranks not in pools:
+            pools[ranks] = LocalRanks(ranks)
+        return pools[ranks]
+
+    progress = Progress(len(cases), len(cases) - len(todo), sum(map(work, todo)))
+    seen: dict[tuple, str] = {}
+    try:
+        with options.results.open("a") as file:
+            for case in todo:
+                if time.monotonic() > end:
+                    break
+                result = judged(case, pool, pools, seen)
+                known[case.key] = result
+                file.write(json.dumps({"case": case.key, **result}) + "\n")
+                file.flush()
+                progress.step(case, result)
+    finally:
+        for made in pools.values():
+            made.close()
+    return summary([known[case.key] for case in cases if case.key in known], len(cases))
+
+
+def judged(case: Case, pool, pools: dict[int, LocalRanks], seen: dict[tuple, str]) -> dict:
+    """The result of one case."""
+    started = time.monotonic()
+    try:
+        mask = case.make_mask()
+        mask.check(Lengths(*case.lengths), case.heads[0])
+        plan = case.make_plan(mask)
+    except InputError as error:
+        return {"status": "impossible", "reason": str(error)}
+    twin = (plan.digest, case.mask, case.batch)
+    if twin in seen:
+        return {"status": "same", "as": seen[twin]}
+    seen[twin] = case.key
+    try:
+        verdict = run_case(case, mask, plan, pool, MOST_BATCH)
+    except UltraAttnError as error:
+        # The group may be of no use any more: the next case starts another.
+        pools.pop(case.ranks).close()
+        return {"status": "wrong", "wrong": [f"{type(error).__name__}: {error}"]}
+    return {
+        "status": "wrong" if verdict.wrong else "ok",
+        "wrong": list(verdict.wrong),
+        "errors": verdict.errors.norm,
+        "limits": verdict.limits.norm,
+        "largest_single_errors": verdict.errors.single,
+        "largest_single_limits": verdict.limits.single,
+        "seconds": round(time.monotonic() - started, 3),
+    }
+
+
+def read(path: Path) -> dict[str, dict]:
+    """Results by case; a last line that was cut short is left out, wrong cases are run again."""
+    known = {}
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                result = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            known[result.pop("case")] = result
+    return {key: result for key, result in known.items() if result["status"] != "wrong"}
+
+
+def work(case: Case) -> float:
+    """About how long a case takes, in any unit: a share of its pairs, and a constant."""
+    return cost(case) + 2e6
+
+
+class Progress:
+    """A line on standard error every few seconds."""
+
+    def __init__(self, cases: int, done: int, left: float) -> None:
+        self.cases, self.done, self.left, self.passed = cases, done, left, 0.0
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.started = self.said = time.monotonic()
+
+    def step(self, case: Case, result: dict) -> None:
+        """One case more."""
+        self.done += 1
+        self.passed += work(case)
+        self.counts[result["status"]] += 1
+        if result["status"] == "wrong":
+            print(f"\nwrong: {case.key}: {'; '.join(result['wrong'])}", file=sys.stderr)
+        now = time.monotonic()
+        if now - self.said > 2 or self.done == self.cases:
+            self.said = now
+            minutes = (now - self.started) / 60 * (self.left / self.passed - 1)
+            counts = ", ".join(f"{n} {status}" for status, n in sorted(self.counts.items()))
+            print(
+                f"\r{self.done}/{self.cases} ({counts}), about {minutes:.0f} min left: "
+                f"{case.key}\x1b[K",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def summary(results: list[dict], cases: int) -> int:
+    """Says how many cases have which result, and how close to their limits the errors came."""
+    counts = collections.Counter(result["status"] for result in results)
+    print(file=sys.stderr)
+    for status, count in sorted(counts.items()):
+        print(f"{status:>10}: {count}")
+    print(f"{'not run':>10}: {cases - len(results)}")
+    reasons = collections.Counter(r["reason"] for r in results if r["status"] == "impossible")
+    for reason, count in reasons.most_common():
+        print(f"impossible, {count} cases: {reason}")
+    for name in ("out", "dq", "dk", "dv"):
+        nearest = max(
+            (r["errors"][name] / r["limits"][name] for r in results if "errors" in r), default=0.0
+        )
+        print(f"{name}: errors at most {nearest:.3f} of their limits")
+    return 1 if counts["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
