@@ -9,8 +9,8 @@ from ultraattn.cluster import Cluster
 from ultraattn.enums import StrEnum
 from ultraattn.errors import InputError
 from ultraattn.masks import Lengths, Mask
-from ultraattn.planning.assign import Assignment, TileOptions, assign_rows, assign_tiles
-from ultraattn.planning.graph import build_program
+from ultraattn.planning.assign import TileOptions, assign_tiles
+from ultraattn.planning.choose import Where, plan_pass
 from ultraattn.planning.layout import LayoutName
 from ultraattn.planning.layout_search import searched
 from ultraattn.planning.setting import Setting, Shape, at_level_degree, default_layout, setting
@@ -18,7 +18,9 @@ from ultraattn.planning.sizes import Units
 from ultraattn.planning.tiling import Effort
 from ultraattn.plans.check import Pass
 from ultraattn.plans.layout import Layout
-from ultraattn.plans.plan import PassPlan, Place, Plan
+from ultraattn.plans.plan import Plan
+from ultraattn.strategies import NAMES as RIVALS
+from ultraattn.strategies import by_name
 
 PLANNER_VERSION = "1"
 """Changes whenever the same inputs would give other plan bytes."""
@@ -62,7 +64,8 @@ def plan(
         scale: factor of the scores; ``head_dim ** -0.5`` unless given.
         cluster: where it runs; one CPU node of `ranks` unless given.
         ranks: ranks of one node, where no cluster is given.
-        strategy: how blocks get their ranks.
+        strategy: how blocks get their ranks: tile (this system), rows, a rival's name
+            (`ultraattn.strategies.NAMES`), or auto, the best of all in simulated time.
         layout: a layout's name, or a `Layout` (of another plan, say).
         kv_layout: the same for keys; the queries' unless given.
         chunks: chunks of the sequence (the partition degree); the layout's least unless given.
@@ -96,12 +99,17 @@ def plan(
         _choice(Units, "units", units), pin_diagonal,
     )  # fmt: skip
     candidates = settings(mask, shape, cluster, strategy, layout, kv_layout, chunks, options)
-    made = candidates[0] if len(candidates) == 1 else most_promising(candidates, options)
-    place = Place(cluster.name, cluster.nodes, cluster.gpus_per_node)
-    forward, backward = (plan_pass(pass_, strategy, made, place, options) for pass_ in Pass)
+    where = Where.of(cluster)
+    if strategy != "auto" and len(candidates) > 1:
+        candidates = [most_promising(candidates, options)]
+    if len(candidates) > 1:
+        quick = dataclasses.replace(options, effort=Effort.FAST)
+        candidates = [min(candidates, key=lambda made: predicted_ns(strategy, made, where, quick))]
+    made = candidates[0]
+    forward, backward = (plan_pass(pass_, strategy, made, where, options) for pass_ in Pass)
     whole = Plan(
         made.problem,
-        place,
+        where.place,
         made.q_layout,
         made.kv_layout,
         forward,
@@ -111,32 +119,6 @@ def plan(
     if options.effort is not Effort.INSTANT:
         whole.check()  # An instant plan is checked when it is saved or run.
     return whole
-
-
-def plan_pass(
-    pass_: Pass, strategy: str, made: Setting, place: Place, options: TileOptions
-) -> PassPlan:
-    """Blocks, their ranks, and the program of one pass."""
-    chosen = assign(pass_, strategy, made, options)
-    program = build_program(
-        pass_,
-        made.problem,
-        made.q_layout,
-        made.kv_layout,
-        place.node_of,
-        chosen.blocks,
-        chosen.ranks,
-    )
-    return PassPlan(strategy, chosen.head_groups, chosen.bounds, chosen.notes, program)
-
-
-def assign(pass_: Pass, strategy: str, made: Setting, options: TileOptions) -> Assignment:
-    """Blocks of one pass and their ranks, by the strategy called `strategy`."""
-    if strategy == "tile":
-        return assign_tiles(pass_, made, options)
-    if strategy == "rows":
-        return assign_rows(pass_, made, options)
-    raise InputError(f"strategy {strategy!r}: expected tile or rows")
 
 
 def settings(
@@ -152,8 +134,11 @@ def settings(
     """The layouts worth comparing, with the mask's grid over each; the default first.
 
     A layout that was asked for is the only one. For `auto`, efforts normal and best compare the
-    mask's own remap (or contiguous chunks), zigzag, and what swaps of owners find.
+    mask's own remap (or contiguous chunks), zigzag, and what swaps of owners find; the strategy
+    `auto` also stripes. A rival keeps to the layout that its authors use.
     """
+    if layout == LayoutName.AUTO and strategy.partition(":")[0] in RIVALS:
+        layout = by_name(strategy).layout
 
     def make(name: str | Layout, count: int | None) -> Setting:
         q = _layout(name, mask, shape.q_len, cluster, count)
@@ -163,22 +148,33 @@ def settings(
         return setting(mask, shape, q, _layout(keys, mask, shape.kv_len, cluster, count))
 
     def at(name: str | Layout) -> Setting:
-        if chunks is not None or strategy != "tile" or isinstance(name, Layout):
+        if chunks is not None or strategy not in ("tile", "auto") or isinstance(name, Layout):
             return make(name, chunks)
         return at_level_degree(lambda count: make(name, count), options.eta)
 
     found = [at(layout)]
-    thorough = options.effort in (Effort.NORMAL, Effort.BEST) and strategy == "tile"
+    if strategy == "auto" and chunks is None and not isinstance(layout, Layout):
+        native = make(layout, None)  # Rivals do best on the fewest chunks.
+        if native.q_layout != found[0].q_layout:
+            found.append(native)
+    thorough = options.effort in (Effort.NORMAL, Effort.BEST) and strategy in ("tile", "auto")
     if layout == LayoutName.AUTO and thorough and shape.q_len == shape.kv_len:
         first = found[0]
         ranks = cluster.ranks
         if first.q_layout.name == LayoutName.CONTIGUOUS:
             if chunks is None or chunks % (2 * ranks) == 0:
                 found.append(at(LayoutName.ZIGZAG))
+            if strategy == "auto" and (chunks is None or chunks % ranks == 0):
+                found.append(make(LayoutName.STRIPED, chunks))
             better = searched(first.q_layout, first.grid.kinds[0].any(axis=0))
             if better is not None:
                 found.append(setting(mask, shape, better, better))
     return found
+
+
+def predicted_ns(strategy: str, made: Setting, where: Where, options: TileOptions) -> int:
+    """Simulated time of both passes, in nanoseconds; 0 where the cluster has no costs."""
+    return sum(plan_pass(pass_, strategy, made, where, options).predicted_ns or 0 for pass_ in Pass)
 
 
 def most_promising(candidates: list[Setting], options: TileOptions) -> Setting:

@@ -55,6 +55,13 @@ class PassPlan(ByContent):
     notes: tuple[str, ...]
     """What a reader should know: a cap that had to be raised, a candidate that was left out."""
     program: Program
+    predicted_ns: int | None = None
+    """Simulated nanoseconds on the plan's cluster, where its costs are known."""
+
+    @property
+    def predicted_s(self) -> float | None:
+        """Simulated seconds."""
+        return None if self.predicted_ns is None else self.predicted_ns / 1e9
 
 
 @dataclass(frozen=True)
@@ -293,7 +300,7 @@ class Plan(ByContent):
             "max_bytes": costs.max_volume,
             "total_bytes": int(costs.sent.sum()),
             "memory_bytes": int(costs.memory.max(initial=0)),
-            "predicted_s": None,
+            "predicted_s": part.predicted_s,
             "notes": list(part.notes),
         }
 
@@ -311,10 +318,12 @@ class Plan(ByContent):
             part, costs = self.pass_plan(pass_), self.account(pass_)
             b = part.bounds
             known = "proved least" if b.proved else f"bound {b.lower_bound:,.6g}"
+            time = part.predicted_s
             lines.append(
                 f"{pass_}: {part.strategy}, busiest rank {b.max_volume:,.6g} {b.units} ({known}), "
                 f"load {costs.load_over_mean:.3f} x mean, "
                 f"buffers {int(costs.memory.max(initial=0)):,} bytes"
+                + ("" if time is None else f", {time * 1e3:.3f} ms simulated")
             )
             lines += [f"  {note}" for note in part.notes]
         return "\n".join(lines)

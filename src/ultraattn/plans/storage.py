@@ -194,6 +194,7 @@ def _pass_json(part: PassPlan) -> dict[str, Any]:
         "head_groups": part.head_groups,
         "bounds": dataclasses.asdict(part.bounds),
         "notes": list(part.notes),
+        "predicted_ns": part.predicted_ns,
         "program": {
             f.name: _columns_json(getattr(program, f.name)) for f in dataclasses.fields(program)
         },
@@ -209,7 +210,9 @@ def _columns_json(columns: Any) -> dict[str, Any]:
 
 
 def _read_pass(read: _Reader, data: Any, where: str) -> PassPlan:
-    fields = read.mapping(data, where, {"strategy", "head_groups", "bounds", "notes", "program"})
+    fields = read.mapping(
+        data, where, {"strategy", "head_groups", "bounds", "notes", "predicted_ns", "program"}
+    )
     kinds: dict[str, type[Any]] = {
         "blocks": BlockColumns,
         "values": ValueColumns,
@@ -224,7 +227,9 @@ def _read_pass(read: _Reader, data: Any, where: str) -> PassPlan:
             for name, kind in kinds.items()
         }
     )
-    groups, notes = fields["head_groups"], fields["notes"]
+    groups, notes, time = fields["head_groups"], fields["notes"], fields["predicted_ns"]
+    if time is not None and type(time) is not int:
+        raise read.error(f"{where}.predicted_ns", f"must be an integer or null, is {time!r}")
     if type(groups) is not int:
         raise read.error(f"{where}.head_groups", f"must be an integer, is {groups!r}")
     if not isinstance(notes, list):
@@ -235,6 +240,7 @@ def _read_pass(read: _Reader, data: Any, where: str) -> PassPlan:
         read.record(Bounds, fields["bounds"], f"{where}.bounds"),
         tuple(read.text(note, f"{where}.notes[{i}]") for i, note in enumerate(notes)),
         program,
+        time,
     )
 
 
