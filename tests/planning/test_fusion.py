@@ -12,7 +12,7 @@ from ultraattn.chunks import Chunk, Chunks
 from ultraattn.errors import InputError
 from ultraattn.masks.grid import BlockKind
 from ultraattn.planning.dependency_graph import build_finest
-from ultraattn.planning.fusion import Cost, Fuser, How, fuse
+from ultraattn.planning.fusion import Cost, Fuser, How, fuse, groups_like
 from ultraattn.planning.fusion_candidates import KernelLimits, LinkLimits, candidates, is_rectangle
 from ultraattn.planning.fusion_graph import Group, Work, contract
 from ultraattn.plans.account import account
@@ -272,6 +272,37 @@ def test_random_fusions_stay_sound_and_move_the_same_bytes(
     before, after = (account(plan.problem, p, nodes) for p in (program, made))
     for what in ("load", "sent", "received"):
         assert getattr(before, what).tolist() == getattr(after, what).tolist()
+
+
+@settings(deadline=None, derandomize=True, max_examples=20)
+@given(limits, st.sampled_from(sorted(PLANS)), st.sampled_from(list(Pass)))
+def test_choices_from_elsewhere_are_cut_to_what_the_kernel_takes(
+    kernel: KernelLimits, name: tuple[str, int], pass_: Pass
+) -> None:
+    plan = PLANS[name]
+    program = plan.pass_plan(pass_).program
+    whole = [
+        Group(tuple(t.index for t in program.task_views if isinstance(t, Compute) and t.rank == r),
+              TaskKind.COMPUTE)
+        for r in range(plan.ranks)
+    ]  # fmt: skip
+    fuser = Fuser(
+        program, plan.problem, plan.place.node_of, linear(start=9), kernel,
+        LinkLimits(messages=False), seeds=[whole],
+    )  # fmt: skip
+    for task in fuser.choose(How.SEARCH, rounds=1).program.task_views:
+        if isinstance(task, Compute):
+            assert kernel.takes([program.block_views[block] for block in task.tile])
+
+
+def test_launches_like_another_programs_are_found() -> None:
+    plan = PLANS["full", 2]
+    program = plan.forward.program
+    fuser = Fuser(program, plan.problem, plan.place.node_of, linear(start=9))
+    fused = fuser.choose().program
+    graph = contract(program, groups_like(program, fused))
+    assert graph is not None
+    assert tiles(graph.finish(plan.problem, plan.place.node_of)) == tiles(fused)
 
 
 def test_transfers_to_all_become_one_all_gather() -> None:

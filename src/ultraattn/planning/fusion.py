@@ -18,10 +18,18 @@ from dataclasses import dataclass
 from ultraattn.enums import StrEnum
 from ultraattn.errors import InputError
 from ultraattn.planning.fusion_candidates import KernelLimits, LinkLimits, candidates
-from ultraattn.planning.fusion_graph import Graph, Group, Node, Work, contract
+from ultraattn.planning.fusion_graph import (
+    Graph,
+    Group,
+    Node,
+    Tasks,
+    Work,
+    contract,
+    joined,
+)
 from ultraattn.planning.list_schedule import predict
 from ultraattn.plans.problem import Problem
-from ultraattn.plans.program import Program, Value
+from ultraattn.plans.program import Program, TaskKind, Value
 
 Cost = Callable[[Sequence[Work]], Sequence[int]]
 """The duration of each work, at least 1, in a quantum of the caller's."""
@@ -75,6 +83,7 @@ class Fuser:
         kernel: what one launch may hold.
         link: what one message may hold.
         most: the most candidates that are considered, those of the largest gain.
+        seeds: choices of groups from elsewhere (see `groups_like`) from which `search` also starts.
     """
 
     def __init__(
@@ -86,17 +95,32 @@ class Fuser:
         kernel: KernelLimits | None = None,
         link: LinkLimits | None = None,
         most: int = 1_000,
+        seeds: Sequence[Sequence[Group]] = (),
     ) -> None:
         self._program, self._problem, self._nodes, self._cost = program, problem, nodes, cost
+        self._tasks = Tasks(program)
         self._known: dict[tuple[object, ...], int] = {}
         self._scores: dict[tuple[int, ...], Score | None] = {}
         self.tried = 0
-        groups = candidates(program, kernel or KernelLimits(), link or LinkLimits())
+        kernel = kernel or KernelLimits()
+        groups = candidates(program, kernel, link or LinkLimits())
         gained = self._gains(groups)
         order = sorted(range(len(groups)), key=lambda i: (-gained[i], i))
-        self.candidates = tuple(
-            Candidate(groups[i], gained[i]) for i in order[:most] if gained[i] > 0
-        )
+        found = [Candidate(groups[i], gained[i]) for i in order[:most] if gained[i] > 0]
+        known = {candidate.group: place for place, candidate in enumerate(found)}
+        allowed = [[g for g in seed if self._taken(g, kernel)] for seed in seeds]
+        extra = list(dict.fromkeys(g for seed in allowed for g in seed if g not in known))
+        self._first = len(found)
+        for group, gain in zip(extra, self._gains(extra), strict=True):
+            known[group] = len(found)
+            found.append(Candidate(group, gain))
+        self.candidates = tuple(found)
+        self._seeds = [[known[group] for group in seed] for seed in allowed]
+
+    def _taken(self, group: Group, kernel: KernelLimits) -> bool:
+        blocks = self._program.block_views
+        tile = [blocks[block] for task in group.tasks for block in self._tasks.tile[task]]
+        return kernel.takes(tile)
 
     def choose(self, how: How = How.GREEDY, rounds: int = 2) -> Fusion:
         """The fused program.
@@ -113,13 +137,13 @@ class Fuser:
         elif how is How.SEARCH:
             chosen = self._search(rounds)
         else:
-            chosen = self._greedy(range(len(self.candidates)))
+            chosen = self._greedy(range(self._first))
         return self.result(chosen)
 
     def result(self, chosen: Sequence[int]) -> Fusion:
         """The program with these candidates joined; they must apply together."""
         groups = tuple(self.candidates[i].group for i in sorted(chosen))
-        graph = contract(self._program, groups)
+        graph = contract(self._tasks, groups)
         before, after = self.score(()), self.score(chosen)
         if graph is None or before is None or after is None:
             raise InputError(f"candidates {sorted(chosen)} do not apply together; choose others")
@@ -132,7 +156,7 @@ class Fuser:
         if key not in self._scores:
             groups = [self.candidates[i].group for i in key]
             tasks = [task for group in groups for task in group.tasks]
-            graph = contract(self._program, groups) if len(set(tasks)) == len(tasks) else None
+            graph = contract(self._tasks, groups) if len(set(tasks)) == len(tasks) else None
             self._scores[key] = None if graph is None else self._predict(graph)
         return self._scores[key]
 
@@ -142,10 +166,13 @@ class Fuser:
         return predict(graph.jobs(durations, self._nodes)), sum(durations)
 
     def _durations(self, graph: Graph, nodes: Sequence[Node]) -> list[int]:
+        return self._durations_of([(graph, node) for node in nodes])
+
+    def _durations_of(self, nodes: Sequence[tuple[Graph, Node]]) -> list[int]:
         """Of nodes; tasks that were met before are not asked about again."""
         keys: list[tuple[object, ...]] = []
         asked: dict[tuple[object, ...], Work] = {}
-        for node in nodes:
+        for graph, node in nodes:
             key = (node.kind, node.op, *node.members, -1, *self._joined(graph, node))
             keys.append(key)
             if key not in self._known and key not in asked:
@@ -165,23 +192,20 @@ class Fuser:
         return [graph.values[v] for v in (*node.reads, *node.writes) if v >= first]
 
     def _gains(self, groups: Sequence[Group]) -> list[int]:
-        plain = contract(self._program, ())
+        """Parts less the whole, merges that become needless among the parts; 0 where it cannot."""
+        plain = contract(self._tasks, ())
         assert plain is not None
         alone = self._durations(plain, plain.nodes)
         of_task = {
             node.members[0]: duration for node, duration in zip(plain.nodes, alone, strict=True)
         }
-        gains = []
-        for group in groups:
-            graph = contract(self._program, [group])
-            if graph is None:
-                gains.append(0)
-                continue
-            members = set(group.tasks)
-            node = next(node for node in graph.nodes if members <= set(node.members))
-            whole = self._durations(graph, [node])[0]
-            gains.append(sum(of_task[task] for task in node.members) - whole)
-        return gains
+        made = [joined(self._tasks, group) for group in groups]
+        works = [found for found in made if found is not None]
+        whole = iter(self._durations_of(works))
+        return [
+            0 if found is None else sum(of_task[task] for task in found[1].members) - next(whole)
+            for found in made
+        ]
 
     # Choosing
 
@@ -213,7 +237,9 @@ class Fuser:
             sorted(all_of, key=lambda i: (size[i], -gain[i], i)),
             sorted(all_of, key=lambda i: (-gain[i] * 1024 // size[i], i)),
         ]
-        best = min((self._greedy(order) for order in orders), key=self._rank)
+        starts = [self._greedy(order) for order in orders]
+        starts += [self._greedy(all_of, seed) for seed in self._seeds if self.score(seed)]
+        best = min(starts, key=self._rank)
         for _ in range(rounds):
             again = best
             for index in [*best, *(i for i in all_of if i not in best)]:
@@ -251,6 +277,17 @@ class Fuser:
             for bits in range(2**count)
         )  # fmt: skip
         return min((c for c in choices if self.score(c) is not None), key=self._rank)
+
+
+def groups_like(program: Program, coarse: Program) -> list[Group]:
+    """The groups of a program's launches that make it launch what another of its pass launches."""
+    task_of = {
+        block: task
+        for task, tile in enumerate(program.tasks.tile.rows())
+        for block in tile
+    }  # fmt: skip
+    tiles = ({task_of[block] for block in tile} for tile in coarse.tasks.tile.rows())
+    return [Group(tuple(sorted(tile)), TaskKind.COMPUTE) for tile in tiles if len(tile) > 1]
 
 
 def fuse(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ultraattn.planning.schedule_model import Jobs
@@ -137,54 +137,88 @@ class Graph:
         return builder.finish(frozenset(outputs))
 
 
-def contract(program: Program, groups: Sequence[Group]) -> Graph | None:
+class Tasks:
+    """The tasks of a program as plain lists, read once for many contractions."""
+
+    def __init__(self, program: Program) -> None:
+        tasks = program.tasks
+        self.program = program
+        self.reads, self.writes = tasks.reads.rows(), tasks.writes.rows()
+        self.depends, self.tile = tasks.depends_on.rows(), tasks.tile.rows()
+        self.kinds = [TASK_ORDER[kind] for kind in tasks.kind.tolist()]
+        self.ops, self.ranks = tasks.op.tolist(), tasks.rank.tolist()
+        self.readers: dict[int, list[int]] = defaultdict(list)
+        for task, reads in enumerate(self.reads):
+            for value in reads:
+                self.readers[value].append(task)
+        producers = program.producers
+        self.after = [
+            sorted(set(depends) - {producers[value] for value in reads})
+            for depends, reads in zip(self.depends, self.reads, strict=True)
+        ]
+
+    def node(self, task: int) -> Node:
+        """A task as it stands."""
+        return Node(
+            self.kinds[task], self.ops[task], self.ranks[task], self.reads[task],
+            self.writes[task], self.after[task], self.tile[task], (task,),
+        )  # fmt: skip
+
+
+def contract(program: Program | Tasks, groups: Sequence[Group]) -> Graph | None:
     """The graph in which each group is one task; None where that cannot be.
 
     It cannot be where a group waits for itself through other tasks, or where partial results that
     would become one go to different tasks.
     """
-    return _Contraction(program, groups).make()
+    tasks = program if isinstance(program, Tasks) else Tasks(program)
+    made = _Contraction(tasks, groups)
+    return made.ordered() if made.join(range(len(tasks.kinds))) else None
+
+
+def joined(tasks: Tasks, group: Group) -> tuple[Graph, Node] | None:
+    """The task that a group becomes alone, in a graph without order; None where that cannot be."""
+    merges = {
+        reader
+        for task in group.tasks
+        for value in tasks.writes[task]
+        for reader in tasks.readers[value]
+        if tasks.kinds[reader] is TaskKind.MERGE
+    }
+    made = _Contraction(tasks, [group])
+    if not made.join(sorted({*group.tasks, *merges})):
+        return None
+    return Graph(tasks.program, made.values, made.nodes), made.nodes[made.place[0]]
 
 
 class _Contraction:
-    def __init__(self, program: Program, groups: Sequence[Group]) -> None:
-        self.program = program
-        self.values = list(program.value_views)
+    def __init__(self, tasks: Tasks, groups: Sequence[Group]) -> None:
+        self.tasks, self.program = tasks, tasks.program
+        self.values = list(tasks.program.value_views)
         self.groups = groups
         self.group_of = {task: index for index, group in enumerate(groups) for task in group.tasks}
-        self.readers: dict[int, list[int]] = defaultdict(list)
-        for task, reads in enumerate(program.tasks.reads.rows()):
-            for value in reads:
-                self.readers[value].append(task)
         self.renamed: dict[int, int] = {}
         self.nodes: list[Node] = []
+        self.place: dict[int, int] = {}  # where each group stands in `nodes`
 
-    def make(self) -> Graph | None:
-        tasks, producers = self.program.tasks, self.program.producers
-        reads, writes = tasks.reads.rows(), tasks.writes.rows()
-        depends, tile = tasks.depends_on.rows(), tasks.tile.rows()
-        kinds, ops, ranks = tasks.kind.tolist(), tasks.op.tolist(), tasks.rank.tolist()
-        node_of: dict[int, int] = {}
-        for task in range(len(kinds)):
-            after = sorted(set(depends[task]) - {producers[value] for value in reads[task]})
-            node = Node(
-                TASK_ORDER[kinds[task]], ops[task], ranks[task], reads[task], writes[task],
-                after, tile[task], (task,),
-            )  # fmt: skip
+    def join(self, tasks: Iterable[int]) -> bool:
+        """Makes the nodes of these tasks; False where a group cannot be one."""
+        for task in tasks:
+            node = self.tasks.node(task)
             group = self.group_of.get(task)
             if group is None:
                 self.nodes.append(node)
             elif task == self.groups[group].tasks[0]:
-                node_of[group] = len(self.nodes)
+                self.place[group] = len(self.nodes)
                 self.nodes.append(node)
             else:
-                self._absorb(self.nodes[node_of[group]], node)
-        for index, joined in enumerate(self.groups):
-            if not self._finish(self.nodes[node_of[index]], joined):
-                return None
+                self._absorb(self.nodes[self.place[group]], node)
+        for index, wanted in enumerate(self.groups):
+            if not self._finish(self.nodes[self.place[index]], wanted):
+                return False
         self._rename()
-        self._leave_out_copies(set(node_of.values()))
-        return self._ordered()
+        self._leave_out_copies()
+        return True
 
     @staticmethod
     def _absorb(node: Node, other: Node) -> None:
@@ -217,9 +251,8 @@ class _Contraction:
         if len(parts) == 1:
             node.writes.append(parts[0])
             return True
-        takers = {task for part in parts for task in self.readers[part]}
-        kinds = {TASK_ORDER[int(self.program.tasks.kind[task])] for task in takers}
-        if len(takers) != 1 or kinds != {TaskKind.MERGE}:
+        takers = {task for part in parts for task in self.tasks.readers[part]}
+        if len(takers) != 1 or self.tasks.kinds[min(takers)] is not TaskKind.MERGE:
             return False
         views = [self.values[part] for part in parts]
         joined = views[0]._replace(
@@ -239,19 +272,23 @@ class _Contraction:
                 if any(v in self.renamed for v in node.reads):
                     node.reads = list(dict.fromkeys(self.renamed.get(v, v) for v in node.reads))
 
-    def _leave_out_copies(self, grouped: set[int]) -> None:
+    def _leave_out_copies(self) -> None:
         """Drops merges that would only copy what one joined launch wrote."""
-        writer = {v: index for index in sorted(grouped) for v in self.nodes[index].writes}
-        kept = []
-        for node in self.nodes:
+        writer = {v: index for index in self.place.values() for v in self.nodes[index].writes}
+        copies = set()
+        for place, node in enumerate(self.nodes):
             source = self._copied(node)
             if source is None or any(v not in writer for v in source):
-                kept.append(node)
                 continue
+            copies.add(place)
             launch = self.nodes[writer[next(iter(source))]]
             launch.writes = [source.get(v, v) for v in launch.writes]
             launch.members = (*launch.members, *node.members)
-        self.nodes = kept
+        if copies:
+            kept = [place for place in range(len(self.nodes)) if place not in copies]
+            number = {old: new for new, old in enumerate(kept)}
+            self.place = {group: number[place] for group, place in self.place.items()}
+            self.nodes = [self.nodes[place] for place in kept]
 
     def _copied(self, node: Node) -> dict[int, int] | None:
         """The value that each part becomes, where a merge only copies parts of one launch."""
@@ -268,7 +305,7 @@ class _Contraction:
                     found[read] = written
         return found if len(found) == len(node.writes) else None
 
-    def _ordered(self) -> Graph | None:
+    def ordered(self) -> Graph | None:
         """Nodes sorted so that each follows what it waits for; None where there is a cycle."""
         maker = {v: index for index, node in enumerate(self.nodes) for v in node.writes}
         stands = {task: index for index, node in enumerate(self.nodes) for task in node.members}
