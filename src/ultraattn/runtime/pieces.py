@@ -70,6 +70,9 @@ class Pieces:
     widths: Widths
     batch: int
     stored: dict[int, Array] = field(default_factory=dict)
+    _own: dict[int, Array] = field(default_factory=dict)
+    _assembled: dict[tuple[object, ...], Array] = field(default_factory=dict)
+    """What `assemble` gave since the last `put` or `drop`: the blocks of a launch share chunks."""
 
     def get(self, number: int) -> Array:
         """The tensor of a value; a view, never a copy."""
@@ -82,16 +85,27 @@ class Pieces:
 
     def put(self, number: int, buffer: Array) -> None:
         """Lets a value stand in a flat byte buffer."""
+        self._assembled.clear()
         self.stored[number] = self.view(number, buffer)
 
     def drop(self, number: int) -> None:
         """Forgets a value that nothing reads any more."""
+        self._assembled.clear()
         self.stored.pop(number, None)
 
     def assemble(
-        self, numbers: Sequence[int], tensor: Tensor, chunk: int, heads: tuple[int, int]
+        self, numbers: tuple[int, ...], tensor: Tensor, chunk: int, heads: tuple[int, int]
     ) -> Array:
         """All rows of a chunk for some heads: a view where one value holds them, else joined."""
+        key = (numbers, tensor, chunk, heads)
+        found = self._assembled.get(key)
+        if found is None:
+            found = self._assembled[key] = self._assemble(numbers, tensor, chunk, heads)
+        return found
+
+    def _assemble(
+        self, numbers: tuple[int, ...], tensor: Tensor, chunk: int, heads: tuple[int, int]
+    ) -> Array:
         layout = self.kv_layout if tensor.by_key else self.q_layout
         wanted = Value(tensor, chunk, 0, len(layout.chunks[chunk]), *heads, rank=-1)
         parts = [
@@ -115,11 +129,15 @@ class Pieces:
 
     def own_place(self, number: int) -> Array:
         """The rows of the caller's tensor that a value of this rank stands for."""
-        value = self.values[number]
-        layout = self.kv_layout if value.tensor.by_key else self.q_layout
-        start = layout.offsets[value.chunk]
-        rows = slice(start + value.row_start, start + value.row_stop)
-        return self.own[value.tensor][:, value.head_start : value.head_stop, rows]
+        place = self._own.get(number)
+        if place is None:
+            value = self.values[number]
+            layout = self.kv_layout if value.tensor.by_key else self.q_layout
+            start = layout.offsets[value.chunk]
+            rows = slice(start + value.row_start, start + value.row_stop)
+            place = self.own[value.tensor][:, value.head_start : value.head_stop, rows]
+            self._own[number] = place
+        return place
 
 
 def copy_overlap(target: Array, to: Value, source: Array, held: Value) -> None:

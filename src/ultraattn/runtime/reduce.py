@@ -35,7 +35,7 @@ def join_parts(
 
 def delta(
     places: Mapping[int, Array],
-    parts: Mapping[int, Sequence[int]],
+    parts: Mapping[int, tuple[int, ...]],
     values: Mapping[int, Value],
     pieces: Pieces,
 ) -> None:
