@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -120,4 +121,4 @@ def edges(length: int, parts: int, align: int = 1) -> Ints:
 def split(length: int, parts: int, align: int = 1) -> Chunks:
     """`parts` contiguous chunks with the edges of `edges`."""
     cuts = edges(length, parts, align).tolist()
-    return Chunks(length, tuple(Chunk(a, b) for a, b in zip(cuts[:-1], cuts[1:], strict=True)))
+    return Chunks(length, tuple(Chunk(a, b) for a, b in pairwise(cuts)))

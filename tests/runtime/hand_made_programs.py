@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hand_made import Hand, Parts
 from tests.plans.samples import with_number
-
+from tests.runtime.hand_made import Hand, Parts
 from ultraattn.plans import CollectiveOp, LocalOp, Pass, Plan, Program, Tensor
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+
 from tests.exactness.cases import AXES, LONG, Case, covering, impossible, pairs, possible_pairs
 from tests.exactness.judge import run_case
 

@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hand_made import Hand, with_program
-from hand_made_programs import (
+
+import ultraattn as ua
+from tests.plans.samples import small
+from tests.runtime.hand_made import Hand, with_program
+from tests.runtime.hand_made_programs import (
     all_gather,
     broadcast,
     cast,
@@ -27,9 +30,6 @@ from hand_made_programs import (
     row_launch,
     stripes,
 )
-from tests.plans.samples import small
-
-import ultraattn as ua
 from ultraattn.plans import LocalOp, Pass, Plan, Tensor
 from ultraattn.runtime.dense import dense_attention, dense_backward
 from ultraattn.runtime.local import LocalRanks

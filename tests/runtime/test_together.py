@@ -83,5 +83,3 @@ def test_a_message_that_nobody_sends_runs_out_of_time():
     handle = links.transport(1).receive(0, torch.empty(4, dtype=torch.uint8), 7)
     with pytest.raises(RuntimeError, match="no message 7 from rank 0 to rank 1"):
         handle.wait(0.1)
-
-
