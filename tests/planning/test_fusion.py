@@ -287,7 +287,7 @@ def test_choices_from_elsewhere_are_cut_to_what_the_kernel_takes(
         for r in range(plan.ranks)
     ]  # fmt: skip
     fuser = Fuser(
-        program, plan.problem, plan.place.node_of, linear(start=9), kernel,
+        program, plan.problem, plan.place.node_of, linear(start=9, message=1), kernel,
         LinkLimits(messages=False), seeds=[whole],
     )  # fmt: skip
     for task in fuser.choose(How.SEARCH, rounds=1).program.task_views:
@@ -298,7 +298,7 @@ def test_choices_from_elsewhere_are_cut_to_what_the_kernel_takes(
 def test_launches_like_another_programs_are_found() -> None:
     plan = PLANS["full", 2]
     program = plan.forward.program
-    fuser = Fuser(program, plan.problem, plan.place.node_of, linear(start=9))
+    fuser = Fuser(program, plan.problem, plan.place.node_of, linear(start=9, message=1))
     fused = fuser.choose().program
     graph = contract(program, groups_like(program, fused))
     assert graph is not None
