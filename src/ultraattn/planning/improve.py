@@ -17,6 +17,7 @@ import numpy as np
 
 from ultraattn.planning import moves
 from ultraattn.planning.coarse import coarsen, lift
+from ultraattn.planning.components import assemble, components
 from ultraattn.planning.grouped import group, ungroup
 from ultraattn.planning.ledger import NO_RANK, Ints, TilingProblem, Value, evaluate
 from ultraattn.planning.repair import repair
@@ -30,11 +31,17 @@ MANY_RANKS = 32
 COARSEN_ABOVE = 36
 ROUNDS = 32
 
+# Without weight on all traffic (soft=0) few ranks reach the least volume; many need its pull.
+FREE = Style(hot=80, cold=15, hard=6, heavy=3, soft=0)
+COOL = Style(hot=40, cold=8, hard=6, heavy=3, soft=0)
 EVEN = Style(hot=50, cold=8, hard=6, heavy=3, soft=1)
-BOLD = Style(hot=100, cold=20, hard=24, heavy=12, soft=1)
 WARM = Style(hot=30, cold=8, hard=6, heavy=3, soft=1)
 CALM = Style(hot=20, cold=6, hard=6, heavy=3, soft=1)
 FIRM = Style(hot=40, cold=10, hard=24, heavy=12, soft=1)
+
+# Style of each run of the two stages, and whether it runs under a looser cap where that is tight.
+FEW = (((FREE, False), (FREE, True), (EVEN, False), (FREE, False)), (COOL, CALM, COOL, FIRM))
+MANY = (((EVEN, True), (WARM, True), (FREE, False), (FIRM, True)), (CALM, COOL, CALM, FIRM))
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,8 +130,7 @@ def _two_stages(
 ) -> Found:
     """One round: `width` runs from the starts, then `width` runs from the best outcomes."""
     share = max(1, proposals // (2 * width))
-    hot = ((EVEN, True), (BOLD, False), (WARM, False), (BOLD, True))
-    calm = (CALM, FIRM, WARM)
+    hot, calm = MANY if level.problem.ranks >= MANY_RANKS else FEW
 
     def first(k: int) -> Run:
         style, loose = hot[k % len(hot)]
@@ -205,6 +211,30 @@ def _coarse_start(
     return Found(evaluate(problem, assignment).value, assignment, "coarse")
 
 
+def _component_start(
+    problem: TilingProblem, pinned: Ints, bound: int, proposals: int, width: int, rounds: int
+) -> Found | None:
+    """The start that searches of unconnected groups of ranks give; equal groups share one."""
+    parts = components(problem)
+    if not parts or (pinned != NO_RANK).any():
+        return None
+    distinct = {part.key: part for part in parts}
+    solved: dict[tuple[object, ...], Ints] = {}
+    for key, part in distinct.items():
+        small = part.problem
+        if not len(small.blocks):
+            solved[key] = np.full(small.weight.shape, NO_RANK, dtype=np.int64)
+            continue
+        free = np.full(len(small.blocks), NO_RANK, dtype=np.int64)
+        starts = structured_starts(small, free, repairs=2)
+        if not starts:
+            return None
+        share = proposals // len(distinct)
+        solved[key] = improve(small, free, starts, bound, share, width, rounds).assignment
+    assignment = assemble(problem, [(part, solved[part.key]) for part in parts])
+    return Found(evaluate(problem, assignment).value, assignment, "components")
+
+
 def improve(
     problem: TilingProblem,
     pinned: Ints,
@@ -227,9 +257,14 @@ def improve(
     best = min(starts, key=lambda f: f.value)
     if best.value[0] <= bound:
         return best
+    if problem.ranks >= MANY_RANKS and rounds == 1:
+        width = 2  # fewer, longer runs
     starts = list(starts[:3])
     share = proposals
-    lifted = _coarse_start(problem, pinned, bound, proposals * 2 // 3, width, rounds)
+    most = proposals * 2 // 3
+    lifted = _component_start(problem, pinned, bound, most, width, rounds)
+    if lifted is None:
+        lifted = _coarse_start(problem, pinned, bound, most, width, rounds)
     if lifted is not None:
         share = proposals // 3
         starts = [lifted, *starts[:1]]

@@ -144,7 +144,7 @@ def move(block: int, rank: int, fixed: Any, live: Any, state: Any, rule: Any) ->
         if counts[here] == 1 and own != rank:
             delta += _shift(rank, size_in[line], size_out[line], live, state, rule)
             delta += _shift(own, size_out[line], size_in[line], live, state, rule)
-    return delta
+    return int(delta)
 
 
 @_compile
@@ -219,7 +219,7 @@ def price(block: int, rank: int, fixed: Any, live: Any, rule: Any) -> int:
     after = before + weight[block]
     if after > 0:
         delta += ((after * heavy) >> shift) - ((max(before, 0) * heavy) >> shift)
-    return delta
+    return int(delta)
 
 
 @_compile

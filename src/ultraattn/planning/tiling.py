@@ -46,7 +46,7 @@ class Steps:
 STEPS = {
     Effort.INSTANT: Steps(0, 0, 0, 0.0, 0),
     Effort.FAST: Steps(130_000, 2, 1, 0.0, 0),
-    Effort.NORMAL: Steps(1_300_000, 4, 1, 0.8, 3_000),
+    Effort.NORMAL: Steps(1_500_000, 4, 1, 0.8, 1_100),
     Effort.BEST: Steps(10_000_000, 4, 4, 10.0, 6_000),
 }
 
