@@ -34,24 +34,28 @@ AXES: dict[str, tuple] = {
     "heads": ((4, 4), (8, 2), (8, 1)),
     "dtype": ("float64", "float32", "bfloat16"),
     "batch": (1, 3),
-    "strategy": ("rows",),
+    "strategy": ("rows", "tile", "ring", "allgather", "heads", "mesh"),
     "head_groups": (1, 2, 4),
 }
 """Values of each axis; lengths are (queries, keys), heads are (heads, kv_heads)."""
 
-WHOLE = {**AXES, "head_groups": (1,)}
+WHOLE = {**AXES, "strategy": ("rows",), "head_groups": (1,)}
 """The matrix itself: every combination of these."""
 
-EXTRA = {
+SMALL = {
     **AXES,
-    "ranks": (1, 3, 4),
+    "layout": ("contiguous", "striped", "explicit"),
+    "ranks": (3, 4),
     "lengths": ((7, 7), (300, 128), (1000, 1000)),
-    "heads": ((8, 2), (8, 1)),
+    "heads": ((8, 2),),
     "dtype": ("float64", "bfloat16"),
     "batch": (1,),
-    "head_groups": (2, 4),
 }
-"""And every combination of these: head ranges multiply what is above by little that is new."""
+EXTRA = (
+    {**SMALL, "strategy": AXES["strategy"][1:], "head_groups": (1,)},
+    {**SMALL, "strategy": ("rows", "tile"), "head_groups": (2, 4)},
+)
+"""And every combination of each of these: other strategies, and head ranges."""
 
 
 @dataclass(frozen=True, order=True)
@@ -98,6 +102,7 @@ class Case:
             layout=self.layout if named else mixed(q, self.ranks),
             kv_layout=None if named or q == kv else mixed(kv, self.ranks),
             head_groups=self.head_groups,
+            effort="instant",
         )
 
 
@@ -120,7 +125,7 @@ def product(axes: dict[str, tuple]) -> Iterator[Case]:
 
 def whole() -> list[Case]:
     """The whole matrix, in groups that share dense results, the cheapest lengths first."""
-    cases = {*product(WHOLE), *product(EXTRA)}
+    cases = {case for axes in (WHOLE, *EXTRA) for case in product(axes)}
 
     def order(case: Case) -> tuple:
         q, kv = case.lengths
@@ -130,14 +135,14 @@ def whole() -> list[Case]:
 
 
 def impossible(case: Case) -> str | None:
-    """Why there is no such case, or None: the library's own words."""
+    """Why there is no such case, or None."""
     try:
         mask = case.make_mask()
         mask.check(_lengths(case), case.heads[0])
     except InputError as error:
         return str(error)
-    if case.head_groups > 1 and case.heads[0] % case.head_groups:
-        return f"{case.heads[0]} heads do not divide into {case.head_groups} groups"
+    if case.strategy == "heads" and case.ranks > case.heads[0]:
+        return f"strategy heads with {case.heads[0]} heads over {case.ranks} ranks"
     return None
 
 
@@ -155,7 +160,7 @@ def pairs(case: Case) -> Iterator[Pair]:
 
 
 LONG = (2999, 2999)
-"""The covering subset has too little time for every mask at this length: the first few do."""
+"""The covering subset has no time for every mask and batch at this length: the first ones do."""
 
 
 def possible_pairs(axes: dict[str, tuple]) -> set[Pair]:
@@ -169,6 +174,8 @@ def possible_pairs(axes: dict[str, tuple]) -> set[Pair]:
             continue
         for names in itertools.combinations(axes, 2):
             some = {**axes, "mask": (mask,), "lengths": (lengths,)}
+            if lengths == LONG:
+                some["batch"] = axes["batch"][:1]
             for a, b in itertools.product(some[names[0]], some[names[1]]):
                 found.add(((names[0], a), (names[1], b)))
     return found
@@ -197,8 +204,10 @@ def covering(axes: dict[str, tuple], seed: int = 0, tries: int = 60) -> list[Cas
             values |= {name: value, other: second}
             if values["lengths"] == LONG and LONG not in (value, second):
                 values["lengths"] = draw.choice(others)
+            if values["lengths"] == LONG:
+                values["batch"] = axes["batch"][0]
             case = Case(**values)
-            if impossible_cached(case.mask, case.lengths, case.heads) is None:
+            if impossible_cached(case) is None:
                 candidates.append(case)
         best = max(candidates, key=lambda c: (sum(p in left for p in pairs(c)), -cost(c)))
         cases.append(best)
@@ -210,10 +219,11 @@ def covering(axes: dict[str, tuple], seed: int = 0, tries: int = 60) -> list[Cas
 _known: dict[tuple, str | None] = {}
 
 
-def impossible_cached(mask: str, lengths: tuple[int, int], heads: tuple[int, int]) -> str | None:
-    key = mask, lengths, heads
+def impossible_cached(case: Case) -> str | None:
+    """As `impossible`; making some masks takes a while."""
+    key = case.mask, case.lengths, case.heads, case.ranks, case.strategy
     if key not in _known:
-        _known[key] = impossible(Case(mask, "contiguous", 1, lengths, heads, "float64", 1))
+        _known[key] = impossible(case)
     return _known[key]
 
 
