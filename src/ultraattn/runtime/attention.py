@@ -251,6 +251,7 @@ class Attention(torch.nn.Module):
         self._run_on(self._session, pass_, own, batch)
 
     def _run_on(self, session: Session, pass_: Pass, own: dict[Tensor, Array], batch: int) -> None:
+        session.transport.begin()
         with torch.no_grad():
             Execution(
                 session,

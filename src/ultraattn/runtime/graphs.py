@@ -1,8 +1,10 @@
 """Captures a pass of a plan as a CUDA graph and replays it: one launch from the host for all tasks.
 
-The tensors of a call are copied into static ones before a replay, and results out of them after.
-The first call of a (pass, batch) runs twice beside capture: once to warm up (compile, fill the
-workspace, connect), and once as the replay that gives the result. All ranks do alike.
+The tensors of a call are copied into static ones before a replay, and results out of them after;
+tensors that come back at the same addresses get a graph without copies. The first call of a
+(pass, batch) runs twice beside capture: once to warm up (fill the workspace, connect), and once as
+the replay that gives the result. All ranks do alike; later captures move nothing, and each rank
+makes them when it likes.
 """
 
 from __future__ import annotations
@@ -19,6 +21,14 @@ from ultraattn.runtime.transports import Transport
 
 Run = Callable[[Pass, dict[Tensor, Array], int], None]
 Key = tuple[Pass, int, frozenset[Tensor]]
+Places = tuple[tuple[Tensor, int, tuple[int, ...]], ...]
+
+DIRECT_AFTER = 3
+"""Calls with the same tensors at the same places after which they get a graph of their own."""
+MOST_DIRECT = 16
+"""Graphs for tensors where they stand."""
+MOST_SEEN = 1024
+"""Places that are remembered; a caller that never comes back to one costs no more than these."""
 
 RESULTS = {
     Pass.FORWARD: (Tensor.O, Tensor.LSE),
@@ -30,15 +40,16 @@ RESULTS = {
 class _Captured:
     graph: torch.cuda.CUDAGraph
     static: dict[Tensor, Array]
-    """What the graph reads and writes."""
-    done: torch.cuda.Event
-    """The end of the last replay: the next one starts after it, on whatever stream."""
+    """What it reads and writes in place of the caller's tensors; empty where it uses these."""
     bytes_sent: int
     bytes_received: int
 
 
 class Replays:
     """Runs passes as captured graphs.
+
+    A caller that comes back with tensors at the same places (a training loop does, for its memory
+    is allocated alike in every step) gets a graph of its own that reads and writes them there.
 
     Args:
         run: runs a pass on the current stream, on the tensors that it is given. What it allocates
@@ -52,51 +63,76 @@ class Replays:
         self._transport = transport
         self._device = device
         self._captured: dict[Key, _Captured] = {}
+        self._direct: dict[tuple[Key, Places], _Captured] = {}
+        self._seen: dict[tuple[Key, Places], int] = {}
         # Warm-up and capture share a stream: recent NCCL breaks otherwise.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._done.record()
 
     def __call__(self, pass_: Pass, own: dict[Tensor, Array], batch: int) -> None:
         """As `run`: results are written into the tensors of `own`."""
         if torch.cuda.is_current_stream_capturing():
             self._run(pass_, own, batch)
             return
-        key = (pass_, batch, frozenset(own))
-        found = self._captured.get(key)
-        if found is None:
-            found = self._captured[key] = self._capture(pass_, own, batch)
         here = torch.cuda.current_stream(self._device)
-        here.wait_event(found.done)
-        for tensor, static in found.static.items():
+        here.wait_event(self._done)
+        key = (pass_, batch, frozenset(own))
+        found = self._directly(key, own)
+        if found is None:
+            found = self._captured.get(key)
+        if found is None:
+            static = {tensor: _in_memory_order(x) for tensor, x in own.items()}
+            found = self._captured[key] = self._capture(key, own, static)
+        for tensor, place in found.static.items():
             if tensor not in RESULTS[pass_]:
-                static.copy_(own[tensor])
+                place.copy_(own[tensor])
         found.graph.replay()
-        for tensor in RESULTS[pass_]:
-            own[tensor].copy_(found.static[tensor])
-        found.done.record(here)
+        if found.static:
+            for tensor in RESULTS[pass_]:
+                own[tensor].copy_(found.static[tensor])
+        self._done.record(here)
         self._transport.bytes_sent += found.bytes_sent
         self._transport.bytes_received += found.bytes_received
 
-    def _capture(self, pass_: Pass, own: dict[Tensor, Array], batch: int) -> _Captured:
-        static = {tensor: _in_memory_order(x) for tensor, x in own.items()}
+    def _directly(self, key: Key, own: dict[Tensor, Array]) -> _Captured | None:
+        """The graph of the tensors where they stand, once they were seen there often enough."""
+        places = tuple((tensor, x.data_ptr(), x.stride()) for tensor, x in own.items())
+        found = self._direct.get((key, places))
+        if found is not None or len(self._seen) > MOST_SEEN:
+            return found
+        times = self._seen[key, places] = self._seen.get((key, places), 0) + 1
+        if times < DIRECT_AFTER or len(self._direct) >= MOST_DIRECT:
+            return None
+        found = self._direct[key, places] = self._capture(key, own, {})
+        return found
+
+    def _capture(
+        self, key: Key, own: dict[Tensor, Array], static: dict[Tensor, Array]
+    ) -> _Captured:
+        """A graph of the pass on `static`, after a run on it to warm up, or on `own`."""
+        pass_, batch, _ = key
         links = self._transport
         before = links.bytes_sent, links.bytes_received
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
-            for tensor, place in static.items():
-                place.copy_(own[tensor])
-            self._run(pass_, static, batch)
-            graph = torch.cuda.CUDAGraph()
-            self._stream.synchronize()
-            links.bytes_sent, links.bytes_received = before
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            if static:
+                for tensor, place in static.items():
+                    place.copy_(own[tensor])
                 self._run(pass_, static, batch)
+                self._stream.synchronize()
+                links.bytes_sent, links.bytes_received = before
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                self._run(pass_, static or own, batch)
         here.wait_stream(self._stream)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(here)
         moved = links.bytes_sent - before[0], links.bytes_received - before[1]
         links.bytes_sent, links.bytes_received = before
-        return _Captured(graph, static, done, *moved)
+        return _Captured(graph, static, *moved)
 
 
 def _in_memory_order(x: Array) -> Array:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ultraattn.errors import InputError
-from ultraattn.runtime.fold import can_fold, fold
+from ultraattn.runtime.fold import add, can_fold, fold
 
 NEG_INF = float("-inf")
 
@@ -54,7 +54,7 @@ def merge_partials(
         InputError: no parts, as many LSEs as there are not parts, or shapes that differ.
     """
     _check_parts(outs, lses)
-    if outs[0].device.type == "cuda" and can_fold(outs, lses):
+    if outs[0].device.type == "cuda" and can_fold(*outs, *lses):
         dtype = out_dtype or outs[0].dtype
         out = torch.empty_like(outs[0], dtype=dtype) if out is None else out
         lse_out = torch.empty_like(lses[0]) if lse_out is None else lse_out
@@ -104,6 +104,9 @@ def sum_partials(
     dtype = out_dtype or parts[0].dtype
     if len(parts) == 1:
         return _deliver(parts[0], dtype, out, fresh=False)
+    if parts[0].device.type == "cuda" and parts[0].ndim == 4 and can_fold(*parts):
+        out = torch.empty_like(parts[0], dtype=dtype) if out is None else out
+        return add(parts, _shaped(out, parts[0]))
     wide = torch.float32
     if any(part.dtype == torch.float64 for part in parts):
         wide = torch.float64

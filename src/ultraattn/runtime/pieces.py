@@ -88,6 +88,17 @@ class Pieces:
         self._assembled.clear()
         self.stored[number] = self.view(number, buffer)
 
+    def adopt(self, number: int, tensor: Array) -> bool:
+        """Lets a value be `tensor` in place of its buffer, if it has one and their dtypes agree.
+
+        Spares a copy; what was in the buffer is lost.
+        """
+        known = self.stored.get(number)
+        if known is None or known.dtype != tensor.dtype or known.shape != tensor.shape:
+            return False
+        self.stored[number] = tensor
+        return True
+
     def drop(self, number: int) -> None:
         """Forgets a value that nothing reads any more."""
         self._assembled.clear()

@@ -9,6 +9,7 @@ from torch import Tensor as Array
 
 from ultraattn.plans.program import Value
 from ultraattn.plans.tensors import Tensor
+from ultraattn.runtime.fold import can_fold, row_dots
 from ultraattn.runtime.merge import merge_partials, sum_partials
 from ultraattn.runtime.pieces import Pieces, copy_overlap, is_summed, part_of
 
@@ -52,7 +53,11 @@ def delta(
             for tensor in (Tensor.DO, Tensor.O)
         )
         rows = slice(value.row_start, value.row_stop)
-        place.copy_((dout[:, :, rows].to(place.dtype) * out[:, :, rows].to(place.dtype)).sum(-1))
+        dout, out = dout[:, :, rows], out[:, :, rows]
+        if dout.device.type == "cuda" and can_fold(dout, out, place):
+            row_dots(dout, out, place)
+        else:
+            place.copy_((dout.to(place.dtype) * out.to(place.dtype)).sum(-1))
         if Tensor.DELTA in pieces.own:
             place.sub_(pieces.own_place(number))
 

@@ -76,7 +76,8 @@ class Tiles:
             value = program.values[number]
             if value.tensor is not Tensor.O:
                 continue
-            lse_place = places[lse_at[value.chunk, value.head_start, value.head_stop]]
+            lse_number = lse_at[value.chunk, value.head_start, value.head_stop]
+            lse_place = places[lse_number]
             row = [block for block in blocks if block.q_chunk == value.chunk]
             for heads, line in _by_heads(row, (value.head_start, value.head_stop)):
                 q = pieces.assemble(task.reads, Tensor.Q, value.chunk, heads)
@@ -85,6 +86,8 @@ class Tiles:
                     q, found, self._plan.problem.scale, kernel=self._kernel,
                     dim_v=self._plan.problem.value_dim,
                 )  # fmt: skip
+                if pieces.adopt(number, out) and pieces.adopt(lse_number, lse):
+                    continue
                 span = slice(heads[0] - value.head_start, heads[1] - value.head_start)
                 place[:, span].copy_(out)
                 lse_place[:, span].copy_(lse)
@@ -99,7 +102,7 @@ class Tiles:
     ) -> None:
         problem = self._plan.problem
         wide = DTYPES[accumulate_dtype(problem.dtype)]
-        sums = {n: torch.zeros_like(place, dtype=wide) for n, place in places.items()}
+        sums: dict[int, Array] = {}
         at = defaultdict(list)
         for number in places:
             value = program.values[number]
@@ -108,8 +111,16 @@ class Tiles:
         def add(tensor: Tensor, chunk: int, heads: HeadRange, part: Array) -> None:
             for start, stop, number in at[tensor, chunk]:
                 a, b = max(start, heads[0]), min(stop, heads[1])
-                if a < b:
-                    sums[number][:, a - start : b - start] += part[:, a - heads[0] : b - heads[0]]
+                if a >= b:
+                    continue
+                some, known = part[:, a - heads[0] : b - heads[0]], sums.get(number)
+                if known is None and (a, b) == (start, stop):
+                    sums[number] = some
+                    continue
+                if known is None:
+                    known = torch.zeros_like(places[number], dtype=wide)
+                sums[number] = known = known.to(wide)
+                known[:, a - start : b - start] += some
 
         rows: dict[int, list[Block]] = defaultdict(list)
         for block in blocks:
@@ -133,7 +144,10 @@ class Tiles:
                     add(Tensor.DK, block.kv_chunk, kv_heads, dk)
                     add(Tensor.DV, block.kv_chunk, kv_heads, dv)
         for number, place in places.items():
-            place.copy_(sums[number])
+            if number not in sums:
+                place.zero_()
+            elif not pieces.adopt(number, sums[number]):
+                place.copy_(sums[number])
 
     def _piece(self, task: Compute, pieces: Pieces, block: Block, heads: HeadRange) -> Piece:
         problem = self._plan.problem

@@ -109,11 +109,12 @@ def backward_row(
         scale: factor of the scores.
         kernel: one of `NAMES`.
         deterministic: refuse kernels that are not.
-        wide: leave gradients in the accumulation dtype, for a caller that adds more to them.
+        wide: leave gradients in the dtypes that kernels give, the query's or wider, for a caller
+            that adds more to them; sums are in the accumulation dtype.
 
     Returns:
         dQ of the shape of `q`, and (dK, dV) of each piece in order, in the dtypes of their inputs
-        (cast to once) or in the accumulation dtype.
+        (cast to once), or as kernels give them.
 
     Raises:
         InputError: a piece does not fit its queries, or the kernel cannot serve it.
@@ -128,7 +129,8 @@ def backward_row(
         left = 0
         for index in group.members:
             right = left + pieces[index].cols
-            grads[index] = (dk[:, :, left:right].to(dtype), dv[:, :, left:right].to(dtype))
+            some = dk[:, :, left:right], dv[:, :, left:right]
+            grads[index] = some if wide else (some[0].to(dtype), some[1].to(dtype))
             left = right
     if not partial_dqs:
         partial_dqs = [torch.zeros(q.shape, dtype=dtype, device=q.device)]
@@ -138,7 +140,10 @@ def backward_row(
                 torch.zeros(piece.k.shape, dtype=dtype, device=q.device),
                 torch.zeros(piece.v.shape, dtype=dtype, device=q.device),
             )
-    return sum_partials(partial_dqs, dtype), [grads[index] for index in range(len(pieces))]
+    total = partial_dqs[0]
+    if not wide or len(partial_dqs) > 1:
+        total = sum_partials(partial_dqs, dtype)
+    return total, [grads[index] for index in range(len(pieces))]
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,6 +25,9 @@ class Transport(Protocol):
     bytes_sent: int
     bytes_received: int
 
+    def begin(self) -> None:
+        """Every call begins with this, on all ranks."""
+
     def send(self, target: int, buffer: Tensor, tag: int) -> Handle:
         """Starts to send `buffer` (uint8, flat) to rank `target` of the group.
 

@@ -41,6 +41,9 @@ class GlooTransport:
         self.bytes_sent = 0
         self.bytes_received = 0
 
+    def begin(self) -> None:
+        """Nothing to do."""
+
     def send(self, target: int, buffer: Tensor, tag: int) -> GlooHandle:
         """See `ultraattn.runtime.transports.base.Transport`."""
         work = self._group().send([buffer], target, tag)

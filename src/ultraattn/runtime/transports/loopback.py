@@ -60,6 +60,9 @@ class LoopbackTransport:
         self.bytes_sent = 0
         self.bytes_received = 0
 
+    def begin(self) -> None:
+        """Nothing to do."""
+
     def send(self, target: int, buffer: Tensor, tag: int) -> LoopbackHandle:
         """Offers `buffer` to rank `target`."""
         self.bytes_sent += buffer.numel() * buffer.element_size()

@@ -53,6 +53,9 @@ class NcclTransport:
             self._warm_up(key, device)
         weakref.finalize(self, _destroy, list(self._channels.values()))
 
+    def begin(self) -> None:
+        """Nothing to do."""
+
     def send(self, target: int, buffer: Tensor, tag: int) -> NcclHandle:
         """See `ultraattn.runtime.transports.base.Transport`; messages of a direction keep order."""
         self.bytes_sent += buffer.numel() * buffer.element_size()

@@ -11,9 +11,9 @@ each peer that sends to it, and two flags a slot in its own memory:
     its flag `free` becomes 1  ◄──────────    set the sender's flag `free` to 1
 
 Streams wait and set flags themselves (`cuStreamWaitValue32`, `cuStreamWriteValue32`); no kernel
-spins. A message longer than a slot travels in segments. Both ends count segments alike, since a
-plan issues the messages of a direction in one order at both ends. Between calls every slot is free,
-whatever number the next one has, so captured calls replay.
+spins. A message longer than a slot travels in segments. Both ends count the segments of a call
+alike, since a plan issues the messages of a direction in one order at both ends. After a call every
+slot becomes free again, so captured calls replay.
 """
 
 from __future__ import annotations
@@ -71,6 +71,11 @@ class SymmetricTransport:
         self._received = [0] * self._ranks
         self.bytes_sent = 0
         self.bytes_received = 0
+
+    def begin(self) -> None:
+        """Calls count segments from 0, so that a captured call fits whatever its peers run."""
+        self._sent = [0] * self._ranks
+        self._received = [0] * self._ranks
 
     def send(self, target: int, buffer: Tensor, tag: int) -> StreamHandle:
         """See `ultraattn.runtime.transports.base.Transport`; messages of a direction keep order."""
