@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ultraattn.errors import InputError
 from ultraattn.planning import list_schedule
 from ultraattn.planning import schedule_kernels as kernels
-from ultraattn.planning.list_schedule import Lists, by_rules
+from ultraattn.planning.list_schedule import Lists, by_load, by_rules
 from ultraattn.planning.schedule import (
     Jobs,
     Schedule,
@@ -119,7 +119,9 @@ def test_plain_critical_path_priority_can_give_70() -> None:
 def test_every_way_to_schedule_is_sound_and_none_beats_the_bound(jobs: Jobs) -> None:
     bound = lower_bound(jobs)
     lists = Lists(jobs)
-    starts = {**by_rules(lists), "search": lists.search(lists.append(jobs.order), 0, 50)}
+    first = lists.append(jobs.order)
+    starts = {**by_rules(lists), **by_load(lists)}
+    starts |= {"search": lists.search(first, 0, 50), "shaken": lists.shake(first, 0, 8)}
     for name, start in starts.items():
         makespan = lists.makespan(start)
         check_schedule(jobs, Schedule(start, makespan, bound, makespan == bound, name))
@@ -150,7 +152,18 @@ def test_plain_python_and_compiled_loops_give_the_same_schedules(jobs: Jobs) -> 
     if not kernels.COMPILED:
         pytest.skip("numba is not installed: there is one way only")
     compiled = _all_ways(jobs)
-    names = ("append", "insert", "dispatch", "_pull", "_push", "improve", "_draw")
+    names = (
+        "append",
+        "insert",
+        "dispatch",
+        "dispatch_loaded",
+        "_pull",
+        "_push",
+        "improve",
+        "_draw",
+    )
+    names = [name for name, made in vars(kernels).items() if hasattr(made, "py_func")]
+    assert len(names) == 8
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             patch.setattr(kernels, name, getattr(kernels, name).py_func)
@@ -163,7 +176,9 @@ def _all_ways(jobs: Jobs) -> dict[str, list[int]]:
     lists = Lists(jobs)
     found = {name: start.tolist() for name, start in by_rules(lists).items()}
     searched = lists.search(lists.append(jobs.order), 0, 100)
-    return {**found, "search": searched.tolist()}
+    found |= {name: start.tolist() for name, start in by_load(lists).items()}
+    shaken = lists.shake(lists.append(jobs.order), 0, 6)
+    return {**found, "search": searched.tolist(), "shaken": shaken.tolist()}
 
 
 def test_local_search_shortens_a_bad_order() -> None:
@@ -233,6 +248,18 @@ def test_durations_far_apart_stay_below_the_horizon() -> None:
     counted, quantum = to_integer_durations([1e-9, 100.0])
     assert int(counted.sum()) < 2**31
     assert counted[1] * quantum == pytest.approx(100.0)
+
+
+def test_parts_that_share_nothing_are_scheduled_apart() -> None:
+    one = worked_example()
+    count = len(one)
+    streams = [*one.streams.rows(), *([s + 5 for s in row] for row in one.streams.rows())]
+    depends = [*one.depends_on.rows(), *([d + count for d in row] for row in DEPENDS)]
+    jobs = Jobs.of([*DURATIONS, *(3 * d for d in DURATIONS)], streams, depends)
+    found = schedule(jobs, Effort.BEST)
+    check_schedule(jobs, found)
+    assert (found.makespan, found.proved) == (150, True)
+    assert int((found.start + jobs.duration)[:count].max()) == 50
 
 
 def test_no_jobs_take_no_time() -> None:

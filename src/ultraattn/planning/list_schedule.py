@@ -22,6 +22,9 @@ HISTORY = 64
 PASSES = 8
 """Times that a schedule is pushed to its end and back, at most, while it gets shorter."""
 
+PLAIN_ROUNDS = 3
+"""Rounds of `shake` before it shifts at random."""
+
 QUICK = 200
 """Trials of the search of `predict`."""
 
@@ -48,16 +51,55 @@ class Lists:
 
     def dispatch(self, priority: Sequence[tuple[int, ...]]) -> Ints:
         """Starts, where no stream waits for a job while it could run another; least goes first."""
-        n = len(self.jobs)
-        rank = [0] * n
-        for place, job in enumerate(sorted(range(n), key=lambda job: (priority[job], job))):
-            rank[job] = place
-        start = _room(n)
-        later = self._backward[3], self._backward[4]
-        kernels.dispatch(
-            _held(rank), self._forward, *later, start, _room(n), _room(self.jobs.stream_count)
-        )
+        order = sorted(range(len(self.jobs)), key=lambda job: (priority[job], job))
+        return self._dispatch(self._forward, self._backward, np.array(order, dtype=np.int64))
+
+    def _dispatch(self, graph: Any, other_way: Any, order: Ints) -> Ints:
+        """`order` lists jobs, the first to go first."""
+        rank = np.empty(len(order), dtype=np.int64)
+        rank[order] = np.arange(len(order))
+        start = _room(len(order))
+        later = other_way[3], other_way[4]
+        room = _room(len(order)), _room(self.jobs.stream_count)
+        kernels.dispatch(_held(rank), graph, *later, start, *room)
         return _ints(start)
+
+    def dispatch_loaded(self, tails: Sequence[int], weight: int) -> Ints:
+        """As `dispatch`, by tails and `weight` times the work that is left on a job's streams."""
+        n, streams = len(self.jobs), self.jobs.stream_count
+        start, later = _room(n), (self._backward[3], self._backward[4])
+        kernels.dispatch_loaded(
+            _held(tails), weight, self._forward, *later, start, _room(n), _room(n),
+            _room(streams), _room(streams),
+        )  # fmt: skip
+        return _ints(start)
+
+    def shake(self, start: Ints, bound: int, rounds: int) -> Ints:
+        """Dispatches backwards by ends, then forwards by those starts, again and again.
+
+        From the fourth round on, ends are shifted at random by up to 1/64 of the makespan. The
+        best schedule is kept; stops at `bound`.
+        """
+        best = now = start
+        noise = np.arange(1, len(start) + 1, dtype=np.uint32) * np.uint32(2654435761)
+        for turn in range(rounds):
+            if self.makespan(best) <= bound:
+                break
+            late_first = -(now + self.jobs.duration)
+            if turn >= PLAIN_ROUNDS:
+                noise = _next(noise)
+                late_first = late_first + (noise.astype(np.int64) * self.makespan(now) >> 38)
+            late = self._dispatch(
+                self._backward, self._forward, np.argsort(late_first, kind="stable")
+            )
+            begin = -(late + self.jobs.duration)
+            again = self._dispatch(self._forward, self._backward, np.argsort(begin, kind="stable"))
+            again = self.justify(again)
+            if self.makespan(again) < self.makespan(best):
+                best = again
+            close = self.makespan(again) <= self.makespan(best) * 101 // 100
+            now = again if close else best
+        return best
 
     def justify(self, start: Ints) -> Ints:
         """Pushes all jobs as late as possible, then as early as possible, while that shortens."""
@@ -160,6 +202,22 @@ def by_rules(lists: Lists) -> dict[str, Ints]:
     for name, priority in rules(lists.jobs).items():
         found[name] = lists.justify(lists.dispatch(priority))
     return found
+
+
+def by_load(lists: Lists) -> dict[str, Ints]:
+    """Schedules by what is left on the streams: good where many jobs are ready at once."""
+    tails = tails_of(lists.jobs)
+    return {
+        "tail, then load left": lists.justify(lists.dispatch_loaded(tails, 0)),
+        "tail and load left": lists.justify(lists.dispatch_loaded(tails, 1)),
+    }
+
+
+def _next(noise: Any) -> Any:
+    """Xorshift of 32 bits, one generator a job."""
+    noise = noise ^ (noise << np.uint32(13))
+    noise = noise ^ (noise >> np.uint32(17))
+    return noise ^ (noise << np.uint32(5))
 
 
 def _graph(jobs: Jobs) -> tuple[Any, ...]:

@@ -1,6 +1,8 @@
 """Turns jobs into a short schedule, with a bound that says how short one could be at best.
 
-    rules, both ways ──► search ──► solver, three ways ──► long search
+Jobs that share nothing with the others are scheduled apart:
+
+    rules, both ways ──► shaken, searched ──► solver, three ways ──► shaken, searched longer
               (stops as soon as a schedule is as short as the bound)
 
 `effort` counts steps, so that the same jobs give the same schedule on every machine.
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ultraattn.chunks import Ints
-from ultraattn.planning.list_schedule import Lists, breadth_first, by_rules
+from ultraattn.planning.list_schedule import Lists, breadth_first, by_load, by_rules
 from ultraattn.planning.schedule_bounds import lower_bound
 from ultraattn.planning.schedule_model import (
     HORIZON,
@@ -39,6 +41,8 @@ __all__ = [
 class Steps:
     """How far an effort goes."""
 
+    rounds: int
+    """Of shaking (`Lists.shake`)."""
     trials: int
     """Of local search, times the number of jobs."""
     solver_jobs: int
@@ -48,14 +52,18 @@ class Steps:
 
 
 STEPS = {
-    Effort.INSTANT: Steps(0, 0, 0.0),
-    Effort.FAST: Steps(200_000, 0, 0.0),
-    Effort.NORMAL: Steps(2_000_000, 400, 0.03),
-    Effort.BEST: Steps(20_000_000, 1_000, 0.06),
+    Effort.INSTANT: Steps(0, 0, 0, 0.0),
+    Effort.FAST: Steps(4, 200_000, 0, 0.0),
+    Effort.NORMAL: Steps(16, 2_000_000, 400, 0.03),
+    Effort.BEST: Steps(64, 20_000_000, 1_000, 0.06),
 }
 
 SHORT = 500
 """Trials of the first search: enough for most graphs, and a good limit for the solver."""
+FEW = 6
+"""Rounds of the first shaking."""
+MOST_SHAKEN = 100_000
+"""Rounds of shaking times jobs, at most."""
 LONG = 50_000
 """The most trials of the last."""
 
@@ -69,15 +77,71 @@ def schedule(jobs: Jobs, effort: Effort = Effort.NORMAL) -> Schedule:
     require_solver(effort)
     if not len(jobs):
         return Schedule(np.zeros(0, dtype=np.int64), 0, 0, True, "nothing to do")
+    parts = [(part, _schedule(_of(jobs, part), STEPS[effort])) for part in _parts(jobs)]
+    start = np.zeros(len(jobs), dtype=np.int64)
+    for part, found in parts:
+        start[part] = found.start
+    longest = max((found for _, found in parts), key=lambda found: found.makespan)
+    bound = max(found.lower_bound for _, found in parts)
+    proved = bound == longest.makespan
+    return Schedule(start, longest.makespan, bound, proved, longest.origin)
+
+
+def _parts(jobs: Jobs) -> list[Ints]:
+    """Jobs that share no stream and no dependency with those of other parts, ascending."""
+    root = list(range(len(jobs) + jobs.stream_count))
+
+    def find(x: int) -> int:
+        while root[x] != x:
+            root[x] = root[root[x]]
+            x = root[x]
+        return x
+
+    for job, (streams, before) in enumerate(
+        zip(jobs.streams.rows(), jobs.depends_on.rows(), strict=True)
+    ):
+        for other in (*before, *(len(jobs) + stream for stream in streams)):
+            root[find(job)] = find(other)
+    members: dict[int, list[int]] = {}
+    for job in range(len(jobs)):
+        members.setdefault(find(job), []).append(job)
+    return [np.array(part, dtype=np.int64) for part in members.values()]
+
+
+def _of(jobs: Jobs, part: Ints) -> Jobs:
+    """Some jobs alone, their streams numbered anew."""
+    if len(part) == len(jobs):
+        return jobs
+    number = {job: at for at, job in enumerate(part.tolist())}
+    streams, before = jobs.streams.rows(), jobs.depends_on.rows()
+    stream: dict[int, int] = {}
+    return Jobs.of(
+        jobs.duration[part].tolist(),
+        [[stream.setdefault(s, len(stream)) for s in streams[job]] for job in number],
+        [[number[other] for other in before[job]] for job in number],
+    )
+
+
+def _schedule(jobs: Jobs, steps: Steps) -> Schedule:
+    """A schedule of jobs that hang together."""
     state = _State(jobs, lower_bound(jobs))
     for name, start in by_rules(state.lists).items():
         state.offer(name, start)
-    steps = STEPS[effort]
+    starts = [state.start]
+    if steps.solver_jobs and not state.proved:
+        for name, start in by_load(state.lists).items():
+            state.offer(name, start)
+            starts.append(start)
     long = min(LONG, steps.trials // len(jobs))
+    rounds = min(steps.rounds, MOST_SHAKEN // len(jobs))
+    _shake(state, "shaken", min(FEW, rounds))
     _search(state, "search", min(SHORT, long))
     if len(jobs) <= steps.solver_jobs:
         _solve(state, steps.solver_time)
-    _search(state, "long search", long)
+    _shake(state, "shaken long", rounds)
+    best = min(starts, key=state.lists.makespan)
+    _search(state, "long search", long // 2)
+    _search(state, "long search", long // 2, best)
     return state.result()
 
 
@@ -102,9 +166,15 @@ class _State:
         return Schedule(self.start, self.makespan, self.bound, self.proved, self.origin)
 
 
-def _search(state: _State, name: str, trials: int) -> None:
+def _search(state: _State, name: str, trials: int, start: Ints | None = None) -> None:
     if trials and not state.proved:
-        state.offer(name, state.lists.search(state.start, state.bound, trials))
+        begin = state.start if start is None else start
+        state.offer(name, state.lists.search(begin, state.bound, trials))
+
+
+def _shake(state: _State, name: str, rounds: int) -> None:
+    if rounds and not state.proved:
+        state.offer(name, state.lists.shake(state.start, state.bound, rounds))
 
 
 def _solve(state: _State, limit: float) -> None:

@@ -195,6 +195,96 @@ def dispatch(
 
 
 @_compile
+def dispatch_loaded(
+    tail: Any,
+    weight: int,
+    graph: Any,
+    later_first: Any,
+    later: Any,
+    start: Any,
+    waiting: Any,
+    ready: Any,
+    free: Any,
+    left: Any,
+) -> int:
+    """As `dispatch`, but of several jobs the one with the most ahead of it and its streams goes.
+
+    Ahead of a job: its duration and tail, and `weight` times the work left on its streams; ties by
+    the most work left on one of them, then by number. Time grows with the square of the jobs.
+
+    Args:
+        tail: (jobs,).
+        ready: room, (jobs,); left: room, (streams,).
+    """
+    duration, stream_first, stream_of, before_first, _ = graph
+    for stream in range(len(free)):
+        free[stream] = 0
+        left[stream] = 0
+    many = 0
+    for job in range(len(duration)):
+        for k in range(stream_first[job], stream_first[job + 1]):
+            left[stream_of[k]] += duration[job]
+        waiting[job] = before_first[job + 1] - before_first[job]
+        start[job] = 0
+        if waiting[job] == 0:
+            ready[many] = job
+            many += 1
+    time = 0
+    makespan = 0
+    while many > 0:
+        chosen = -1
+        first = 0
+        second = 0
+        soonest = -1
+        for place in range(many):
+            job = ready[place]
+            at = start[job]
+            most = 0
+            total = 0
+            for k in range(stream_first[job], stream_first[job + 1]):
+                stream = stream_of[k]
+                if free[stream] > at:
+                    at = free[stream]
+                if left[stream] > most:
+                    most = left[stream]
+                total += left[stream]
+            if at > time:
+                if soonest < 0 or at < soonest:
+                    soonest = at
+                continue
+            ahead = duration[job] + tail[job] + weight * total
+            better = chosen < 0 or ahead > first
+            if chosen >= 0 and ahead == first:
+                better = most > second or (most == second and job < ready[chosen])
+            if better:
+                chosen = place
+                first = ahead
+                second = most
+        if chosen < 0:
+            time = soonest
+            continue
+        job = ready[chosen]
+        many -= 1
+        ready[chosen] = ready[many]
+        start[job] = time
+        end = time + duration[job]
+        if end > makespan:
+            makespan = end
+        for k in range(stream_first[job], stream_first[job + 1]):
+            free[stream_of[k]] = end
+            left[stream_of[k]] -= duration[job]
+        for k in range(later_first[job], later_first[job + 1]):
+            other = later[k]
+            if end > start[other]:
+                start[other] = end
+            waiting[other] -= 1
+            if waiting[other] == 0:
+                ready[many] = other
+                many += 1
+    return makespan
+
+
+@_compile
 def _pull(
     job: int, target: int, order: Any, place: Any, graph: Any, prev: Any, mark: Any, out: Any
 ) -> bool:
