@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ultraattn.errors import InputError
 from ultraattn.planning import list_schedule
 from ultraattn.planning import schedule_kernels as kernels
-from ultraattn.planning.list_schedule import Lists, by_load, by_rules
+from ultraattn.planning.list_schedule import Lists, backwards, by_load, by_rules
 from ultraattn.planning.schedule import (
     Jobs,
     Schedule,
@@ -120,7 +120,7 @@ def test_every_way_to_schedule_is_sound_and_none_beats_the_bound(jobs: Jobs) -> 
     bound = lower_bound(jobs)
     lists = Lists(jobs)
     first = lists.append(jobs.order)
-    starts = {**by_rules(lists), **by_load(lists)}
+    starts = {**by_rules(lists), **by_load(lists), **backwards(lists)}
     starts |= {"search": lists.search(first, 0, 50), "shaken": lists.shake(first, 0, 8)}
     for name, start in starts.items():
         makespan = lists.makespan(start)

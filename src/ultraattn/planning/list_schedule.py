@@ -204,6 +204,16 @@ def by_rules(lists: Lists) -> dict[str, Ints]:
     return found
 
 
+def backwards(lists: Lists) -> dict[str, Ints]:
+    """The schedules of the rules for time running backwards, turned round."""
+    mirror = Lists(lists.jobs.reversed())
+    found = {}
+    for name, late in by_rules(mirror).items():
+        begin = mirror.makespan(late) - (late + lists.jobs.duration)
+        found[f"{name}, backwards"] = lists.justify(begin)
+    return found
+
+
 def by_load(lists: Lists) -> dict[str, Ints]:
     """Schedules by what is left on the streams: good where many jobs are ready at once."""
     tails = tails_of(lists.jobs)

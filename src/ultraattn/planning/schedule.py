@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ultraattn.chunks import Ints
-from ultraattn.planning.list_schedule import Lists, breadth_first, by_load, by_rules
+from ultraattn.planning.list_schedule import Lists, backwards, breadth_first, by_load, by_rules
 from ultraattn.planning.schedule_bounds import lower_bound
 from ultraattn.planning.schedule_model import (
     HORIZON,
@@ -62,6 +62,8 @@ SHORT = 500
 """Trials of the first search: enough for most graphs, and a good limit for the solver."""
 FEW = 6
 """Rounds of the first shaking."""
+SEARCHED = 3
+"""Schedules from which the last search starts, besides the best."""
 MOST_SHAKEN = 100_000
 """Rounds of shaking times jobs, at most."""
 LONG = 50_000
@@ -128,8 +130,11 @@ def _schedule(jobs: Jobs, steps: Steps) -> Schedule:
     for name, start in by_rules(state.lists).items():
         state.offer(name, start)
     starts = [state.start]
-    if steps.solver_jobs and not state.proved:
-        for name, start in by_load(state.lists).items():
+    if steps.rounds and not state.proved:
+        others = backwards(state.lists)
+        if steps.solver_jobs:
+            others |= by_load(state.lists)
+        for name, start in others.items():
             state.offer(name, start)
             starts.append(start)
     long = min(LONG, steps.trials // len(jobs))
@@ -139,9 +144,9 @@ def _schedule(jobs: Jobs, steps: Steps) -> Schedule:
     if len(jobs) <= steps.solver_jobs:
         _solve(state, steps.solver_time)
     _shake(state, "shaken long", rounds)
-    best = min(starts, key=state.lists.makespan)
-    _search(state, "long search", long // 2)
-    _search(state, "long search", long // 2, best)
+    best = sorted(starts, key=state.lists.makespan)[:SEARCHED]
+    for start in (state.start, *best):
+        _search(state, "long search", long // (len(best) + 1), start)
     return state.result()
 
 
