@@ -8,19 +8,27 @@ from fractions import Fraction
 
 import numpy as np
 
+from ultraattn.chunks import Ints
 from ultraattn.errors import InputError
 from ultraattn.planning.blocks import blocks_of, head_ranges
-from ultraattn.planning.ledger import NO_RANK, evaluate
+from ultraattn.planning.ledger import NO_RANK, TilingProblem, evaluate
 from ultraattn.planning.setting import Setting, nominal_weights
 from ultraattn.planning.sizes import SizedProblem, Units, sized_problem
-from ultraattn.planning.tiling import Effort, TilingResult, solve
+from ultraattn.planning.starts import Found, structured_starts
+from ultraattn.planning.tiling import (
+    Effort,
+    TilingResult,
+    pin_diagonal_blocks,
+    solve,
+    within_cap,
+)
 from ultraattn.plans.check import Pass
 from ultraattn.plans.plan import Bounds
 from ultraattn.plans.program import Block
 from ultraattn.strategies import rows
 
 MOST_CELLS = {
-    Effort.INSTANT: 16_384,
+    Effort.INSTANT: 4_096,
     Effort.FAST: 32_768,
     Effort.NORMAL: 65_536,
     Effort.BEST: 262_144,
@@ -71,17 +79,15 @@ def assign_tiles(pass_: Pass, made: Setting, options: TileOptions) -> Assignment
     if not candidates[0].blocks:
         bounds = Bounds(0.0, 0.0, proved=True, units=str(options.units))
         return Assignment((), (), candidates[0].groups, bounds, ())
-    quick = [_solve(candidate, options, Effort.INSTANT) for candidate in candidates]
-    order = sorted(range(len(quick)), key=lambda i: (_relative(quick[i], candidates[i]), i))
-    chosen = order[0]
-    result = quick[chosen]
-    if options.effort is not Effort.INSTANT:
-        for index in dict.fromkeys((0, chosen)):
-            searched = _solve(candidates[index], options, options.effort)
-            better = _relative(searched, candidates[index]) < _relative(result, candidates[chosen])
-            if index == chosen or better:
-                chosen, result = index, searched
-    return _assignment(candidates[chosen], result, options)
+    pinned = [_pinned(candidate, options) for candidate in candidates]
+    quick = [
+        _structured(candidate, fixed, options)
+        for candidate, fixed in zip(candidates, pinned, strict=True)
+    ]
+    chosen = min(range(len(quick)), key=lambda i: (quick[i].raised, quick[i].best.value, i))
+    if options.effort is Effort.INSTANT:
+        return _unsearched(candidates[chosen], quick[chosen], options)
+    return _assignment(candidates[chosen], _solve(candidates[chosen], options), options)
 
 
 def assign_rows(pass_: Pass, made: Setting, options: TileOptions) -> Assignment:
@@ -127,39 +133,82 @@ def _group_counts(made: Setting, options: TileOptions) -> list[int]:
         return [options.head_groups]
     cells = max(1, len(made.q_layout.chunks) * len(made.kv_layout.chunks))
     most = min(heads, ranks, MOST_CELLS[options.effort] // cells)
-    counts = {1} | {2**k for k in range(1, 12) if 2**k <= most}
+    powers = () if options.effort is Effort.INSTANT else range(1, 12)
+    counts = {1} | {2**k for k in powers if 2**k <= most}
     if ranks <= most:
         counts.add(ranks)
     return sorted(counts)
 
 
-def _solve(candidate: _Candidate, options: TileOptions, effort: Effort) -> TilingResult:
+@dataclass(frozen=True, eq=False)
+class _Quick:
+    """The best structured assignment of a candidate, and the cap it keeps."""
+
+    problem: TilingProblem
+    best: Found
+    raised: int
+    """How far the cap had to be raised; compared first between candidates."""
+
+
+def _pinned(candidate: _Candidate, options: TileOptions) -> Ints:
+    tiling = candidate.sized.tiling
+    if options.pin_diagonal:
+        return pin_diagonal_blocks(tiling)
+    return np.full(len(tiling.blocks), NO_RANK, dtype=np.int64)
+
+
+def _structured(candidate: _Candidate, pinned: Ints, options: TileOptions) -> _Quick:
+    """Rows, columns, meshes, heads, or the cheapest of them after levelling."""
+    asked = candidate.sized.tiling
+    problem = within_cap(asked, pinned, options.strict_cap)
+    repairs = 1 if options.effort is Effort.INSTANT else 4
+    best = structured_starts(problem, pinned, repairs=repairs)[0]
+    return _Quick(problem, best, problem.cap - asked.cap)
+
+
+def _unsearched(candidate: _Candidate, quick: _Quick, options: TileOptions) -> Assignment:
+    """What `instant` gives: no search, and no bound but that nothing moves less than nothing."""
+    best, unit = quick.best, candidate.sized.unit
+    notes = [f"assignment: {best.origin}, {candidate.groups} head ranges, not searched"]
+    if quick.raised:
+        notes.append(_raised_note(quick.problem.cap, quick.problem))
+    volume = best.value[0]
+    bounds = Bounds(volume / unit, 0.0, volume == 0, str(options.units))
+    return Assignment(
+        candidate.blocks,
+        _ranks(candidate, best.assignment),
+        candidate.groups,
+        bounds,
+        tuple(notes),
+    )
+
+
+def _ranks(candidate: _Candidate, assignment: Ints) -> list[int]:
+    ranks: list[int] = assignment.reshape(-1)[candidate.sized.cell_of].tolist()
+    return ranks
+
+
+def _raised_note(cap: int, problem: TilingProblem) -> str:
+    over = cap * problem.ranks / problem.total_weight
+    return f"load cap raised to {over:.3f} x mean: no assignment fits the one asked for"
+
+
+def _solve(candidate: _Candidate, options: TileOptions) -> TilingResult:
     return solve(
         candidate.sized.tiling,
-        effort,
+        options.effort,
         pin_diagonal=options.pin_diagonal,
         strict_cap=options.strict_cap,
     )
 
 
-def _relative(result: TilingResult, candidate: _Candidate) -> tuple[int, int, int, int]:
-    """For comparing candidates: raised caps last, then the objective (sizes are alike)."""
-    raised = result.cap_raised_to or candidate.sized.tiling.cap
-    return (raised, result.max_volume, result.total, result.max_load)
-
-
 def _assignment(candidate: _Candidate, result: TilingResult, options: TileOptions) -> Assignment:
     unit = candidate.sized.unit
-    flat = result.assignment.reshape(-1)
-    ranks: list[int] = flat[candidate.sized.cell_of].tolist()
     notes = [f"assignment: {result.origin}, {candidate.groups} head ranges"]
     if result.cap_raised_to is not None:
-        mean = result.ledger.load.mean()
-        notes.append(
-            f"load cap raised to {result.cap_raised_to / mean:.3f} x mean: no assignment fits the "
-            "one asked for"
-        )
+        notes.append(_raised_note(result.cap_raised_to, candidate.sized.tiling))
     bounds = Bounds(
         result.max_volume / unit, result.lower_bound / unit, result.proved, str(options.units)
     )
+    ranks = _ranks(candidate, result.assignment)
     return Assignment(candidate.blocks, ranks, candidate.groups, bounds, tuple(notes))
