@@ -17,6 +17,8 @@ from problems import (
 )
 
 from ultraattn.planning.enumerate import optima
+from ultraattn.planning.ledger import evaluate
+from ultraattn.planning.starts import structured
 from ultraattn.planning.tiling import Effort, solve
 
 pytest.importorskip("ortools")
@@ -71,3 +73,18 @@ def test_enough_heads_are_cut_before_chunks() -> None:
     result = solve(problem, Effort.NORMAL)
     assert result.max_volume == 28
     assert contiguous(8, 8).tolist() == problem.q_owner.tolist()
+
+
+@pytest.mark.parametrize("kv_segments", [8, 2, 1])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_head_ranges_are_never_worse_than_the_structured_assignments(
+    kv_segments: int, backward: bool
+) -> None:
+    problem = heads(8, kv_segments, 8, causal(8), cap=68, backward=backward)
+    within = [
+        ledger.value
+        for start in structured(problem)
+        if (ledger := evaluate(problem, start.assignment)).max_load <= problem.cap
+    ]
+    assert within
+    assert solve(problem, Effort.FAST).value <= min(within)

@@ -7,8 +7,9 @@ The rectangle bound. A rank that takes A remote rows and B remote columns comput
 
 and adds ``A (row_in + row_out) + B (col_in + col_out)`` to the traffic. All ranks together must
 cover the whole weight, and all traffic is received by someone, so N V is at least the cheapest
-traffic that covers it: a small dynamic program over ranks. Each rank alone must also keep
-``A row_in + B col_in`` and ``A row_out + B col_out`` within V.
+traffic that covers it: a small dynamic program over ranks. Each rank alone must also keep its recv
+and send within V, where what others need of it is at least what it cannot compute of its own rows
+with B remote columns (and of its own columns with A remote rows), divided by the cap.
 
 For a full mask on as many chunks as ranks this is the mesh optimum, 2 (r + c - 2).
 """
@@ -88,6 +89,17 @@ def _collect(lines: _Lines, rank: int, cap: int) -> Ints:
     return np.asarray(np.minimum(cap, inside + rows[:, None] + columns[None, :] + outside))
 
 
+def _helpers(lines: Ints, own: Bools, cap: int) -> Ints:
+    """Ranks that must help with lines when their owner brings k crossing lines: int64 (k + 1,).
+
+    Of a line the owner computes at most the crossings it owns and the k largest others; whatever is
+    left takes ceil(left / cap) others. `lines` are (lines of the owner, crossings).
+    """
+    left = lines.sum(axis=1) - lines[:, own].sum(axis=1)
+    left = left[:, None] - _top(lines[:, ~own])
+    return np.asarray((-(-left // cap)).sum(axis=0))
+
+
 def _best_by_cost(gain: Ints, cost: Ints, allowed: Bools, levels: int) -> Ints:
     """The largest gain for each cost 0 ... levels - 1 (or less), -1 where nothing is allowed."""
     best = np.full(levels, -1, dtype=np.int64)
@@ -116,17 +128,22 @@ def rectangle_bound(problem: TilingProblem, upper: int) -> int:
     """
     lines = _lines(problem)
     unit = problem.size_unit
-    if not lines.weight.any() or upper <= 0:
+    if not lines.weight.any() or upper <= 0 or problem.cap <= 0:
         return 0
     gains = [_collect(lines, rank, problem.cap) for rank in range(problem.ranks)]
     quantum = max(unit, -(-upper * problem.ranks // LEVELS))
     costs = []
-    for gain in gains:
+    for rank, gain in enumerate(gains):
+        own_row, own_column = lines.row_owner == rank, lines.column_owner == rank
+        c = _helpers(lines.weight[own_row], own_column, problem.cap)[None, :]
+        d = _helpers(lines.weight[:, own_column].T, own_row, problem.cap)[:, None]
         a = np.arange(gain.shape[0], dtype=np.int64)[:, None]
         b = np.arange(gain.shape[1], dtype=np.int64)[None, :]
         recv = a * lines.row_in + b * lines.col_in
         send = a * lines.row_out + b * lines.col_out
-        costs.append(((recv + send) // quantum, np.maximum(recv, send)))
+        recv_alone = recv + c * lines.row_out + d * lines.col_out
+        send_alone = send + c * lines.row_in + d * lines.col_in
+        costs.append(((recv + send) // quantum, np.maximum(recv_alone, send_alone)))
 
     def possible(volume: int) -> bool:
         levels = volume * problem.ranks // quantum + 1

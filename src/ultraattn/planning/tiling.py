@@ -37,6 +37,7 @@ class Steps:
     """What an effort spends: proposals of the local search, deterministic time of the solver."""
 
     proposals: int
+    proposals_per_block: int
     width: int
     rounds: int
     solver_time: float
@@ -44,10 +45,10 @@ class Steps:
 
 
 STEPS = {
-    Effort.INSTANT: Steps(0, 0, 0, 0.0, 0),
-    Effort.FAST: Steps(130_000, 2, 1, 0.0, 0),
-    Effort.NORMAL: Steps(1_500_000, 4, 1, 0.8, 1_100),
-    Effort.BEST: Steps(10_000_000, 4, 4, 10.0, 6_000),
+    Effort.INSTANT: Steps(0, 0, 0, 0, 0.0, 0),
+    Effort.FAST: Steps(130_000, 3_000, 2, 1, 0.0, 0),
+    Effort.NORMAL: Steps(1_500_000, 8_000, 4, 1, 1.5, 1_100),
+    Effort.BEST: Steps(10_000_000, 60_000, 4, 4, 10.0, 6_000),
 }
 
 
@@ -105,7 +106,7 @@ def require_solver(effort: Effort) -> None:
             ) from error
 
 
-def _within_cap(problem: TilingProblem, pinned: Ints, strict: bool) -> TilingProblem:
+def within_cap(problem: TilingProblem, pinned: Ints, strict: bool) -> TilingProblem:
     """The problem under a cap that can be packed, raised in steps of the smallest block."""
     cap = feasible_cap(problem, pinned)
     if cap > problem.cap and strict:
@@ -155,7 +156,7 @@ def solve(
         pin_diagonal_blocks(problem) if pin_diagonal else np.full(count, NO_RANK, dtype=np.int64)
     )
     asked = problem.cap
-    problem = _within_cap(problem, pinned, strict_cap)
+    problem = within_cap(problem, pinned, strict_cap)
     found = structured_starts(problem, pinned, repairs=4, further=starts)
     best = found[0]
     bound = lower_bound(problem, best.value[0])
@@ -163,7 +164,8 @@ def solve(
     if steps.proposals and best.value[0] > bound:
         from ultraattn.planning.improve import improve
 
-        best = improve(problem, pinned, found, bound, steps.proposals, steps.width, steps.rounds)
+        proposals = min(steps.proposals, steps.proposals_per_block * count)
+        best = improve(problem, pinned, found, bound, proposals, steps.width, steps.rounds)
     if best.value[0] > bound and count * problem.ranks <= steps.solver_size:
         from ultraattn.planning.solver import prove
 
