@@ -54,20 +54,20 @@ def inputs_complete(facts: Facts) -> None:
 
 def _tile_inputs(facts: Facts, task: Compute) -> None:
     have = _read_regions(facts, task)
-    done = set()
-    for block in task.tile:
+    for by_key in (False, True):
+        chunks, spans = facts.chunks[by_key], facts.spans[by_key]
+        needed = {(chunks[block], spans[block]): block for block in reversed(task.tile)}
         for tensor in facts.pass_.needs:
-            chunk, heads = facts.chunk_of(block, tensor), facts.heads(block, tensor)
-            if (tensor, chunk, heads) in done:
+            if tensor.by_key != by_key:
                 continue
-            done.add((tensor, chunk, heads))
-            region = (0, len(facts.layout(tensor).chunks[chunk]), *heads)
-            if not covered(region, have[tensor, chunk]):
-                raise facts.fail(
-                    "inputs of a tile",
-                    f"{facts.name(task.index)} computes block {block} without all of {tensor} "
-                    f"of chunk {chunk}, heads {heads[0]}:{heads[1]}",
-                )
+            for (chunk, heads), block in needed.items():
+                region = (0, len(facts.layout(tensor).chunks[chunk]), *heads)
+                if not covered(region, have[tensor, chunk]):
+                    raise facts.fail(
+                        "inputs of a tile",
+                        f"{facts.name(task.index)} computes block {block} without all of {tensor} "
+                        f"of chunk {chunk}, heads {heads[0]}:{heads[1]}",
+                    )
 
 
 def _delta_inputs(facts: Facts, task: Local) -> None:
@@ -96,12 +96,8 @@ def _read_regions(facts: Facts, task: Task) -> dict[tuple[Tensor, int], list[Reg
 
 def _relevant(facts: Facts, cover: Iterable[int], tensor: Tensor, atom: Region) -> set[int]:
     """The blocks of a cover that reach the heads of an atom."""
-    found = set()
-    for block in cover:
-        start, stop = facts.heads(block, tensor)
-        if start < atom[3] and atom[2] < stop:
-            found.add(block)
-    return found
+    spans, first, last = facts.spans[tensor.by_key], atom[2], atom[3]
+    return {block for block in cover if spans[block][0] < last and first < spans[block][1]}
 
 
 def tile_outputs_complete(facts: Facts) -> None:
@@ -118,9 +114,10 @@ def tile_outputs_complete(facts: Facts) -> None:
                 raise facts.fail("outputs of a tile", f"{facts.name(task.index)} writes {value}")
             outputs[value.tensor, value.chunk].append(value)
         lines: dict[tuple[Tensor, int], set[int]] = defaultdict(set)
-        for block in task.tile:
-            for tensor in facts.pass_.results:
-                lines[tensor, facts.chunk_of(block, tensor)].add(block)
+        for tensor in facts.pass_.results:
+            chunks = facts.chunks[tensor.by_key]
+            for block in task.tile:
+                lines[tensor, chunks[block]].add(block)
         for key in sorted(outputs.keys() | lines.keys()):
             tensor, chunk = key
             rows = len(facts.layout(tensor).chunks[chunk])
@@ -147,7 +144,8 @@ def tile_outputs_complete(facts: Facts) -> None:
 def _head_atoms(
     facts: Facts, tensor: Tensor, blocks: Iterable[int], values: Iterable[Value]
 ) -> list[tuple[int, int]]:
-    cuts = {cut for block in blocks for cut in facts.heads(block, tensor)}
+    spans = facts.spans[tensor.by_key]
+    cuts = {cut for block in blocks for cut in spans[block]}
     cuts |= {cut for value in values for cut in (value.head_start, value.head_stop)}
     ordered = sorted(cuts)
     return list(itertools.pairwise(ordered))
@@ -240,7 +238,12 @@ def results_complete(facts: Facts) -> None:
                 )
             line = facts.line_blocks[tensor.by_key, chunk]
             for value in values:
-                expected = _relevant(facts, line, tensor, region_of(value))
+                expected = {
+                    block
+                    for (start, stop), blocks in line.items()
+                    if start < value.head_stop and value.head_start < stop
+                    for block in blocks
+                }
                 if set(value.cover) != expected:
                     raise facts.fail(
                         "results",

@@ -52,25 +52,34 @@ class Facts:
         """The layout of a tensor's rows."""
         return self.kv_layout if tensor.by_key else self.q_layout
 
+    @cached_property
+    def spans(self) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
+        """The query heads (False) and the key/value heads (True) that each block touches."""
+        queries = [(block.head_start, block.head_stop) for block in self.blocks]
+        keys = {span: self.problem.kv_range(*span) for span in set(queries)}
+        return queries, [keys[span] for span in queries]
+
+    @cached_property
+    def chunks(self) -> tuple[Sequence[int], Sequence[int]]:
+        """The query chunk (False) and the key chunk (True) of each block."""
+        return [b.q_chunk for b in self.blocks], [b.kv_chunk for b in self.blocks]
+
     def heads(self, block: int, tensor: Tensor) -> tuple[int, int]:
         """The heads of a tensor that a block touches."""
-        b = self.blocks[block]
-        if tensor.by_key:
-            return self.problem.kv_range(b.head_start, b.head_stop)
-        return b.head_start, b.head_stop
+        return self.spans[tensor.by_key][block]
 
     def chunk_of(self, block: int, tensor: Tensor) -> int:
         """The chunk of a tensor that a block touches."""
-        b = self.blocks[block]
-        return b.kv_chunk if tensor.by_key else b.q_chunk
+        return self.chunks[tensor.by_key][block]
 
     @cached_property
-    def line_blocks(self) -> dict[tuple[bool, int], list[int]]:
-        """Blocks of each query chunk (False, chunk) and key chunk (True, chunk)."""
-        lines: dict[tuple[bool, int], list[int]] = defaultdict(list)
-        for index, block in enumerate(self.blocks):
-            lines[False, block.q_chunk].append(index)
-            lines[True, block.kv_chunk].append(index)
+    def line_blocks(self) -> dict[tuple[bool, int], dict[tuple[int, int], list[int]]]:
+        """Blocks of each query chunk (False, chunk) and key chunk (True, chunk), by head range."""
+        lines: dict[tuple[bool, int], dict[tuple[int, int], list[int]]] = defaultdict(dict)
+        for by_key in (False, True):
+            rows = zip(self.chunks[by_key], self.spans[by_key], strict=True)
+            for index, (chunk, span) in enumerate(rows):
+                lines[by_key, chunk].setdefault(span, []).append(index)
         return lines
 
     def fail(self, rule: str, text: str) -> PlanError:
