@@ -1,4 +1,4 @@
-"""Measures attention on GPUs into JSON files: kernels, merges, launches, and plans beside the ideal.
+"""Measures attention on GPUs into JSON files: kernels, merges, launches, plans and their ideal.
 
     python benchmarks/gpu.py kernels --out benchmarks/results
     python benchmarks/gpu.py plans --ranks 2 --out benchmarks/results
@@ -11,6 +11,7 @@ whole problem over the number of ranks, measured in the same run. A cell that fa
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -37,7 +38,6 @@ from ultraattn.runtime.merge import merge_partials
 DEVICE = "cuda"
 PEAK_TFLOPS = 990.0
 """Dense bf16 of an H200 by its datasheet; a figure above it is an error of measurement."""
-COPY_TBPS = 4.8
 
 
 def machine() -> dict[str, Any]:
@@ -114,108 +114,91 @@ def attempt(
 def kernel_cells() -> list[dict[str, Any]]:
     """Every kernel on rectangles, forward and backward, as graph replays."""
     cells: list[dict[str, Any]] = []
-    shapes = [(n, n, causal) for n in (1024, 2048, 4096, 8192, 16384) for causal in (False, True)]
-    shapes += [(2048, 8192, False), (8192, 2048, False), (512, 4096, False)]
-    for kernel in KERNELS:
-        if kernel.name not in ("cudnn", "flash2", "masked"):
-            continue
-        for heads in (32, 1):
-            for rows, cols, causal in (
-                shapes if heads == 32 else [(16384, 16384, False), (1024, 1024, False)]
-            ):
-
-                def run(
-                    kernel: Any = kernel,
-                    heads: int = heads,
-                    rows: int = rows,
-                    cols: int = cols,
-                    causal: bool = causal,
-                ) -> dict[str, Any]:
-                    q, dout = draw(heads, rows, 128, 0), draw(heads, rows, 128, 3)
-                    k, v = draw(heads, cols, 128, 1), draw(heads, cols, 128, 2)
-                    kind = BlockKind.BAND if causal else BlockKind.FULL
-                    piece = Piece(
-                        k, v, tuple(range(heads)), kind, 0 if causal else OPEN_LO, OPEN_HI
-                    )
-                    out, lse = kernel.forward(q, piece, 0.088)
-                    delta = (out.float() * dout.float()).sum(-1)
-                    forward = timed(captured(lambda: kernel.forward(q, piece, 0.088)))
-                    backward = timed(
-                        captured(lambda: kernel.backward(dout, q, lse, delta, piece, 0.088))
-                    )
-                    tflop = 4 * rows * cols * 128 * heads / (2 if causal else 1) / 1e12
-                    eager = timed(lambda: kernel.forward(q, piece, 0.088))
-                    return {
-                        "forward_ms": forward, "forward_tflops": rate(tflop, forward),
-                        "backward_ms": backward, "backward_tflops": rate(2.5 * tflop, backward),
-                        "forward_eager_ms": eager,
-                    }  # fmt: skip
-
-                attempt(
-                    cells,
-                    {
-                        "kernel": kernel.name,
-                        "heads": heads,
-                        "q": rows,
-                        "kv": cols,
-                        "causal": causal,
-                    },
-                    run,
-                )
+    shapes = [(32, n, n, causal) for n in (1024, 2048, 4096, 8192, 16384) for causal in (0, 1)]
+    shapes += [(32, 2048, 8192, 0), (32, 8192, 2048, 0), (32, 512, 4096, 0)]
+    shapes += [(1, 16384, 16384, 0), (1, 1024, 1024, 0)]
+    on_cuda = [kernel for kernel in KERNELS if kernel.name in ("cudnn", "flash2", "masked")]
+    for kernel, (heads, rows, cols, causal) in itertools.product(on_cuda, shapes):
+        cell = {
+            "kernel": kernel.name, "heads": heads, "q": rows, "kv": cols, "causal": bool(causal)
+        }  # fmt: skip
+        run = functools.partial(kernel_times, kernel, heads, rows, cols, bool(causal))
+        attempt(cells, cell, run)
     return cells
 
 
+def kernel_times(kernel: Any, heads: int, rows: int, cols: int, causal: bool) -> dict[str, Any]:
+    """One kernel on one rectangle of head_dim 128."""
+    q, dout = draw(heads, rows, 128, 0), draw(heads, rows, 128, 3)
+    k, v = draw(heads, cols, 128, 1), draw(heads, cols, 128, 2)
+    kind = BlockKind.BAND if causal else BlockKind.FULL
+    piece = Piece(k, v, tuple(range(heads)), kind, 0 if causal else OPEN_LO, OPEN_HI)
+    out, lse = kernel.forward(q, piece, 0.088)
+    delta = (out.float() * dout.float()).sum(-1)
+    forward = timed(captured(lambda: kernel.forward(q, piece, 0.088)))
+    backward = timed(captured(lambda: kernel.backward(dout, q, lse, delta, piece, 0.088)))
+    tflop = 4 * rows * cols * 128 * heads / (2 if causal else 1) / 1e12
+    return {
+        "forward_ms": forward,
+        "forward_tflops": rate(tflop, forward),
+        "backward_ms": backward,
+        "backward_tflops": rate(2.5 * tflop, backward),
+        "forward_eager_ms": timed(lambda: kernel.forward(q, piece, 0.088)),
+    }
+
+
 def merge_cells() -> list[dict[str, Any]]:
-    """Merges of n parts in one pass, beside plain torch; and the O that backward kernels ask for."""
+    """Merges of n parts in one pass, beside plain torch; the O that backward kernels ask for."""
     cells: list[dict[str, Any]] = []
     for tokens in (4096, 16384):
         outs = [draw(32, tokens, 128, i) for i in range(4)]
         lses = [torch.randn(1, 32, tokens, device=DEVICE) for _ in range(4)]
-        out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
-        size = outs[0].numel() * 2
         for parts in (2, 3, 4):
-
-            def both(parts: int = parts) -> dict[str, Any]:
-                some = outs[:parts], lses[:parts]
-                fused = timed(lambda: merge_partials(*some, out=out, lse_out=lse))
-                plain = timed(
-                    lambda: merge_partials(
-                        some[0], [x.double() for x in some[1]], out=out, lse_out=lse
-                    )
-                )
-                return {
-                    "fused_ms": fused, "plain_ms": plain,
-                    "fused_TBps": round((parts + 1) * size / statistics.median(fused) / 1e9, 2),
-                }  # fmt: skip
-
-            attempt(cells, {"merge_parts": parts, "tokens": tokens, "heads": 32}, both)
-        attempt(cells, {"stand_in": True, "tokens": tokens, "heads": 32}, lambda: {"fused_ms": timed(lambda: stand_in(outs[0], lses[0], lses[1]))})  # fmt: skip
+            cell = {"merge_parts": parts, "tokens": tokens, "heads": 32}
+            attempt(cells, cell, functools.partial(merge_times, outs[:parts], lses[:parts]))
+        made = timed(functools.partial(stand_in, outs[0], lses[0], lses[1]))
+        cells.append({"stand_in": True, "tokens": tokens, "heads": 32, "fused_ms": made})
     return cells
+
+
+def merge_times(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> dict[str, Any]:
+    """One merge in one pass, and in plain torch (which float64 LSEs ask for)."""
+    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    wide = [x.double() for x in lses]
+    fused = timed(lambda: merge_partials(outs, lses, out=out, lse_out=lse))
+    plain = timed(lambda: merge_partials(outs, wide, out=out, lse_out=lse))
+    moved = (len(outs) + 1) * outs[0].numel() * 2
+    rate_tbps = round(moved / statistics.median(fused) / 1e9, 2)
+    return {"fused_ms": fused, "plain_ms": plain, "fused_TBps": rate_tbps}
 
 
 def one_rank_cells() -> list[dict[str, Any]]:
     """The module on one rank: what it costs beside the bare kernel, with and without a graph."""
     cells: list[dict[str, Any]] = []
-    for tokens in (1024, 8192, 32768):
-        plan = ua.plan(ua.masks.causal(), seqlen=tokens, heads=32, head_dim=128, cluster=Cluster.load("h200").resize(nodes=1, gpus_per_node=1), effort="instant")  # fmt: skip
-        q, k, v = (draw(32, tokens, 128, i) for i in range(3))
-        piece = Piece(k, v, tuple(range(32)), BlockKind.BAND, 0, OPEN_HI)
-        for graph in (False, True):
-
-            def run(graph: bool = graph) -> dict[str, Any]:
-                attention = ua.Attention(plan, graph=graph)
-                ms = timed(lambda: attention(q, k, v))
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(20):
-                    attention(q, k, v)
-                host = (time.perf_counter() - start) / 20
-                torch.cuda.synchronize()
-                bare = timed(lambda: KERNELS[1].forward(q, piece, plan.problem.scale))
-                return {"forward_ms": ms, "kernel_ms": bare, "host_us": round(host * 1e6, 1)}
-
-            attempt(cells, {"one_rank": True, "tokens": tokens, "graph": graph}, run)
+    for tokens, graph in itertools.product((1024, 8192, 32768), (False, True)):
+        cell = {"one_rank": True, "tokens": tokens, "graph": graph}
+        attempt(cells, cell, functools.partial(one_rank_times, tokens, graph))
     return cells
+
+
+def one_rank_times(tokens: int, graph: bool) -> dict[str, Any]:
+    """Causal attention of 32 heads: the module, the bare kernel, and the host's part."""
+    plan = ua.plan(
+        ua.masks.causal(), seqlen=tokens, heads=32, head_dim=128, effort="instant",
+        cluster=Cluster.load("h200").resize(nodes=1, gpus_per_node=1),
+    )  # fmt: skip
+    q, k, v = (draw(32, tokens, 128, i) for i in range(3))
+    piece = Piece(k, v, tuple(range(32)), BlockKind.BAND, 0, OPEN_HI)
+    attention = ua.Attention(plan, graph=graph)
+    ms = timed(lambda: attention(q, k, v))
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(20):
+        attention(q, k, v)
+    host_s = (time.perf_counter() - start) / 20
+    torch.cuda.synchronize()
+    bare = timed(lambda: KERNELS[1].forward(q, piece, plan.problem.scale))
+    return {"forward_ms": ms, "kernel_ms": bare, "host_us": round(host_s * 1e6, 1)}
 
 
 # Several GPUs
@@ -237,9 +220,10 @@ def ideal_ms(
 
     def both() -> Any:
         out, lse, *_ = forward()
+        rest = (seed, seed, None, None, None, tokens, tokens, 0.0, causal)
         return aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, lse, seed, seed, None, None, None, tokens, tokens, 0.0, causal, scale=128**-0.5
-        )  # fmt: skip
+            dout, q, k, v, out, lse, *rest, scale=128**-0.5
+        )
 
     return {
         "forward": timed(captured(forward), repeats),
@@ -259,9 +243,9 @@ def plan_cell(plan: Any, rank: int, transport: str, graph: bool, repeats: int) -
     p = plan.problem
     attention = ua.Attention(plan, transport=transport, graph=graph, timeout_s=60)
     q, k, v, dout = (
-        plan.shard(draw(heads, p.q_len, 128, i), rank, dim=2).transpose(1, 2).contiguous().transpose(1, 2)
+        plan.shard(draw(heads, p.q_len, 128, i).transpose(1, 2), rank, dim=1).transpose(1, 2)
         for i, heads in enumerate((p.heads, p.kv_heads, p.kv_heads, p.heads))
-    )  # fmt: skip
+    )
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
     def forward() -> Any:
@@ -319,9 +303,19 @@ WAYS = (("symmetric", True), ("symmetric", False), ("nccl", False))
 
 
 def measured(
-    plan: Any, rank: int, way: tuple[str, bool], ideal: dict[str, float]
+    cell: dict[str, Any],
+    strategy: str,
+    cluster: Cluster,
+    rank: int,
+    way: tuple[str, bool],
+    ideal: dict[str, float],
 ) -> dict[str, Any]:
     """A plan's times, its work over them, and how they stand to the ideal."""
+    plan = ua.plan(
+        MASKS[cell["mask"]], seqlen=cell["tokens"], heads=cell["heads"],
+        kv_heads=cell["kv_heads"], head_dim=cell["head_dim"], strategy=strategy,
+        cluster=cluster, effort="fast",
+    )  # fmt: skip
     p = plan.problem
     found = plan_cell(plan, rank, *way, 3 if p.q_len > 65536 else 10)
     tflop = 4 * p.visible_pairs * p.head_dim / 1e12 / plan.ranks
@@ -356,14 +350,7 @@ def plans(rank: int, ranks: int, port: int, seconds: float, path: str, names: li
             if int(late):
                 continue
 
-            def run(cell: Any = cell, strategy: str = strategy, way: Any = way, ideal: Any = ideal) -> dict[str, Any]:  # fmt: skip
-                plan = ua.plan(
-                    MASKS[cell["mask"]], seqlen=cell["tokens"], heads=32,
-                    kv_heads=cell["kv_heads"], head_dim=128, strategy=strategy, cluster=cluster,
-                    effort="fast",
-                )  # fmt: skip
-                return measured(plan, rank, way, ideal)
-
+            run = functools.partial(measured, cell, strategy, cluster, rank, way, ideal)
             attempt(cells, cell | {"strategy": strategy, "transport": way[0], "graph": way[1]}, run)
             if rank == 0:
                 print(shown(cells[-1]), flush=True)

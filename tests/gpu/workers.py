@@ -70,8 +70,6 @@ def exact(rank, ranks, transport, graph):
                     ):
                         found = error(got, plan.shard(wanted, rank, dim=2))
                         assert found < 8e-3, (name, heads, dim, what, found)
-            account = plan.forward_account.sent[rank] + plan.backward_account.sent[rank]
-            assert attention.bytes_sent % max(1, account) == 0 or len(MASKS) > 1
     lse_gradient(rank, ranks, transport, graph)
 
 
@@ -92,10 +90,10 @@ def lse_gradient(rank, ranks, transport, graph):
     assert float(got[2].abs().max()) < 2e-2
 
 
-def replays(rank, ranks, transport, count):
+def replays(rank, ranks, transport, graph, count):
     """Calls with random delays on the device and on the host: every one gives the same bits."""
     plan = _plan(MASKS["causal"], ranks, 8, 8, 64)
-    attention = ua.Attention(plan, transport=transport, graph=True, timeout_s=60)
+    attention = ua.Attention(plan, transport=transport, graph=graph, timeout_s=60)
     _, (q, k, v, _) = _inputs(plan, rank, 0)
     first = attention(q, k, v).clone()
     generator = random.Random(rank)

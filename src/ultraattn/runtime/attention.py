@@ -54,7 +54,7 @@ class Attention(torch.nn.Module):
         timeout_s: the longest wait for a peer before the call fails and says who is at fault.
         transport: auto, gloo, nccl or symmetric; auto is the fastest that serves the group.
         graph: on CUDA, capture each pass as a graph at its first call and replay it later; by
-            default where the device is CUDA.
+            default where the device is CUDA and the transport can be captured.
 
     Raises:
         InputError: the group has another size than the plan; the mask is missing or another one.
@@ -100,7 +100,14 @@ class Attention(torch.nn.Module):
         device = self._session.device
         if graph and device.type != "cuda":
             raise InputError(f"graph=True on {device}: graphs are of CUDA; leave it out")
-        wanted = device.type == "cuda" if graph is None else graph
+        links = self._session.transport
+        capturable = self._session.ranks == 1 or getattr(links, "capturable", False)
+        if graph and not capturable:
+            raise InputError(
+                f"graph=True over transport {links.name!r}: its messages are not captured; use "
+                "transport='symmetric', or leave graph out"
+            )
+        wanted = device.type == "cuda" and capturable if graph is None else graph
         self._replays = (
             Replays(self._run_tasks, device, self._session.transport) if wanted else None
         )

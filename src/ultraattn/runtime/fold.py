@@ -1,8 +1,8 @@
 """Merges, sums and deltas on CUDA in one pass: every input is read once, the result written once.
 
 The formulas are those of `ultraattn.runtime.merge` and `ultraattn.runtime.reduce`, which call these
-where they can: with Triton, on CUDA, up to `MOST` parts, nothing in float64. Tensors are (batch, heads,
-rows, dim), LSEs and deltas (batch, heads, rows), all of any strides.
+where they can: with Triton, on CUDA, up to `MOST` parts, nothing in float64. Tensors are (batch,
+heads, rows, dim), LSEs and deltas (batch, heads, rows), all of any strides.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

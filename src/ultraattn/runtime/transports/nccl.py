@@ -34,7 +34,8 @@ class NcclTransport:
     """Point-to-point messages over NCCL; see `ultraattn.runtime.transports.base.Transport`."""
 
     name = "nccl"
-    capturable = True
+    capturable = False
+    """Captured sends and receives on several communicators are not verified."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float = 600.0) -> None:
         """Collective: every rank of `group` makes it, in the same order."""
