@@ -29,8 +29,8 @@ from ultraattn.strategies import rows
 
 MOST_CELLS = {
     Effort.INSTANT: 4_096,
-    Effort.FAST: 32_768,
-    Effort.NORMAL: 65_536,
+    Effort.FAST: 16_384,
+    Effort.NORMAL: 32_768,
     Effort.BEST: 262_144,
 }
 """Cells of all head ranges together, up to which more ranges are tried."""

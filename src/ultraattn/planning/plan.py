@@ -22,6 +22,9 @@ from ultraattn.plans.plan import Plan
 from ultraattn.strategies import NAMES as RIVALS
 from ultraattn.strategies import by_name
 
+MOST_RANKS_MIRRORED = 16
+"""Tiles are not tried over zigzag beyond so many ranks: its chunks cost more than they win."""
+
 PLANNER_VERSION = "1"
 """Changes whenever the same inputs would give other plan bytes."""
 
@@ -162,7 +165,8 @@ def settings(
         first = found[0]
         ranks = cluster.ranks
         if first.q_layout.name == LayoutName.CONTIGUOUS:
-            if chunks is None or chunks % (2 * ranks) == 0:
+            few = strategy == "auto" or ranks <= MOST_RANKS_MIRRORED
+            if few and (chunks is None or chunks % (2 * ranks) == 0):
                 found.append(at(LayoutName.ZIGZAG))
             if strategy == "auto" and (chunks is None or chunks % ranks == 0):
                 found.append(make(LayoutName.STRIPED, chunks))
@@ -179,12 +183,12 @@ def predicted_ns(strategy: str, made: Setting, where: Where, options: TileOption
 
 def most_promising(candidates: list[Setting], options: TileOptions) -> Setting:
     """The setting whose quick assignments load the busiest link least, both passes together."""
-    quick = dataclasses.replace(options, effort=Effort.FAST)
+    quick = dataclasses.replace(options, effort=Effort.INSTANT)
 
     def cost(made: Setting) -> float:
         return sum(assign_tiles(pass_, made, quick).bounds.max_volume for pass_ in Pass)
 
-    return min(candidates, key=cost)
+    return min(candidates, key=cost) if len(candidates) > 1 else candidates[0]
 
 
 E = TypeVar("E", bound=StrEnum)
