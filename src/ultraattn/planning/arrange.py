@@ -1,0 +1,122 @@
+"""Arranges a pass: how much each launch and message holds, then the order of everything.
+
+The stage between the dependency graph and the plan (article, chapters 6 and 7): launches and
+messages are joined where the cluster's costs favour it (`fusion`), then every stream's order is
+fixed by the schedule of least makespan (`schedule`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ultraattn.cluster.costs import Costs
+from ultraattn.planning.dependency_graph import build_finest
+from ultraattn.planning.fusion import Fuser, How, groups_like
+from ultraattn.planning.fusion_candidates import KernelLimits
+from ultraattn.planning.fusion_costs import cost_of, durations_of, quantum_of, task_seconds
+from ultraattn.planning.schedule import schedule
+from ultraattn.planning.schedule_program import jobs_of, reorder
+from ultraattn.planning.tiling import Effort
+from ultraattn.plans.layout import Layout
+from ultraattn.plans.passes import Pass
+from ultraattn.plans.problem import Problem
+from ultraattn.plans.program import Block, Program
+from ultraattn.simulation import simulate_pass
+
+MOST_BLOCKS = {Effort.INSTANT: 0, Effort.FAST: 0, Effort.NORMAL: 64, Effort.BEST: 320}
+"""Blocks up to which every block is first a launch of its own; else launches stay as they are."""
+MOST_TASKS = {Effort.INSTANT: 0, Effort.FAST: 500, Effort.NORMAL: 2_000, Effort.BEST: 10_000}
+"""Tasks up to which the order is scheduled."""
+
+
+@dataclass(frozen=True, eq=False)
+class Arranged:
+    """A program, its simulated time, and what a reader of the plan should know of it."""
+
+    program: Program
+    time_ns: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Arranger:
+    """Arranges the passes of one problem on one place.
+
+    Attributes:
+        pass_: forward or backward.
+        problem: shapes and dtype.
+        q_layout: chunks of queries.
+        kv_layout: chunks of keys.
+        nodes: the node of each rank.
+        costs: of the cluster.
+    """
+
+    pass_: Pass
+    problem: Problem
+    q_layout: Layout
+    kv_layout: Layout
+    nodes: Sequence[int]
+    costs: Costs
+
+    def best(
+        self, blocks: Sequence[Block], ranks: Sequence[int], by_arrival: Program, effort: Effort
+    ) -> Arranged:
+        """The fastest arrangement, simulated, in which ``ranks[b]`` computes ``blocks[b]``.
+
+        Compared are `by_arrival` as it is, the same launches in scheduled order, and launches
+        and messages joined by the costs, in scheduled order; so none is ever slower than what
+        was given. `instant` compares nothing.
+        """
+        found = [self.timed(by_arrival, ())]
+        if 0 < len(by_arrival.tasks.rank) <= MOST_TASKS[effort]:
+            found.append(self.scheduled(by_arrival, (), effort))
+        if 0 < len(blocks) <= MOST_BLOCKS[effort]:
+            fused, note = self.fused(blocks, ranks, by_arrival, effort)
+            found.append(self.scheduled(fused, (note,), effort))
+        return min(found, key=lambda arranged: arranged.time_ns)
+
+    def timed(self, program: Program, notes: tuple[str, ...]) -> Arranged:
+        """With its simulated time, in whole nanoseconds."""
+        return Arranged(program, round(self._simulated_s(program) * 1e9), notes)
+
+    def scheduled(self, program: Program, notes: tuple[str, ...], effort: Effort) -> Arranged:
+        """The same tasks, every stream in the order of the least makespan found."""
+        seconds = task_seconds(*self._given, program, self.costs)
+        found = schedule(jobs_of(program, durations_of(seconds)), effort)
+        state = "proved least" if found.proved else f"gap {100 * found.gap:.1f} %"
+        note = f"order: {found.origin}, {state} for these launches"
+        return self.timed(reorder(program, found), (*notes, note))
+
+    def fused(
+        self, blocks: Sequence[Block], ranks: Sequence[int], by_arrival: Program, effort: Effort
+    ) -> tuple[Program, str]:
+        """Launches and messages joined where the costs favour it, and a note on it."""
+        finest = build_finest(*self._given, blocks, ranks)
+        quantum = quantum_of(task_seconds(*self._given, finest, self.costs))
+        fuser = Fuser(
+            finest,
+            self.problem,
+            self.nodes,
+            cost_of(*self._given, self.costs, quantum),
+            KernelLimits(block_sets=any(kernel.block_sets for kernel in self.costs.kernels)),
+            seeds=[groups_like(finest, by_arrival)],
+        )
+        fused = fuser.choose(How.SEARCH, rounds=2 if effort is Effort.BEST else 1).program
+        return fused, (
+            f"launches: {_launches(fused)} for {len(blocks)} blocks, where arrival alone gives "
+            f"{_launches(by_arrival)}"
+        )
+
+    @property
+    def _given(self) -> tuple[Pass, Problem, Layout, Layout, Sequence[int]]:
+        return self.pass_, self.problem, self.q_layout, self.kv_layout, self.nodes
+
+    def _simulated_s(self, program: Program) -> float:
+        return simulate_pass(*self._given, program, self.costs).makespan_s
+
+
+def _launches(program: Program) -> int:
+    return int(np.count_nonzero(np.diff(program.tasks.tile.offsets)))
