@@ -27,12 +27,14 @@ from ultraattn.planning.starts import Found, structured_starts
 # Groups of ranks (height, width), where many ranks are planned as groups first.
 GROUPS = ((2, 4), (4, 2), (4, 4), (2, 2))
 MANY_RANKS = 32
-# A grid with fewer blocks a rank is not solved coarse first.
-COARSEN_ABOVE = 36
+# With more blocks a rank a grid is mainly solved coarse; in between half of the search is.
+FINE_BLOCKS, MIDDLE_BLOCKS = 36, 15
+HALF_COARSE_RANKS = 16
 ROUNDS = 32
 
 # Without weight on all traffic (soft=0) few ranks reach the least volume; many need its pull.
-FREE = Style(hot=80, cold=15, hard=6, heavy=3, soft=0)
+FREE = Style(hot=120, cold=30, hard=6, heavy=3, soft=0)
+PLAY = Style(hot=60, cold=30, hard=3, heavy=3, soft=0)
 COOL = Style(hot=40, cold=8, hard=6, heavy=3, soft=0)
 EVEN = Style(hot=50, cold=8, hard=6, heavy=3, soft=1)
 WARM = Style(hot=30, cold=8, hard=6, heavy=3, soft=1)
@@ -40,7 +42,7 @@ CALM = Style(hot=20, cold=6, hard=6, heavy=3, soft=1)
 FIRM = Style(hot=40, cold=10, hard=24, heavy=12, soft=1)
 
 # Style of each run of the two stages, and whether it runs under a looser cap where that is tight.
-FEW = (((FREE, False), (FREE, True), (EVEN, False), (FREE, False)), (COOL, CALM, COOL, FIRM))
+FEW = (((FREE, False), (PLAY, False), (FREE, True), (PLAY, False)), (COOL, PLAY, CALM, COOL))
 MANY = (((EVEN, True), (WARM, True), (FREE, False), (FIRM, True)), (CALM, COOL, CALM, FIRM))
 
 
@@ -196,8 +198,6 @@ def _coarse_start(
     problem: TilingProblem, pinned: Ints, bound: int, proposals: int, width: int, rounds: int
 ) -> Found | None:
     """The start that a search on a coarser grid gives, if there is one and nothing is pinned."""
-    if len(problem.blocks) <= COARSEN_ABOVE * problem.ranks:
-        return None
     coarse = coarsen(problem)
     if coarse is None or (pinned != NO_RANK).any():
         return None
@@ -261,12 +261,15 @@ def improve(
         width = 2  # fewer, longer runs
     starts = list(starts[:3])
     share = proposals
-    most = proposals * 2 // 3
+    density = len(problem.blocks) // problem.ranks
+    middle = density > MIDDLE_BLOCKS and problem.ranks >= HALF_COARSE_RANKS
+    most = proposals * 5 // 6
     lifted = _component_start(problem, pinned, bound, most, width, rounds)
-    if lifted is None:
+    if lifted is None and (density > FINE_BLOCKS or middle):
+        most = most if density > FINE_BLOCKS else proposals // 2
         lifted = _coarse_start(problem, pinned, bound, most, width, rounds)
     if lifted is not None:
-        share = proposals // 3
+        share = proposals - most
         starts = [lifted, *starts[:1]]
         best = min(best, lifted, key=lambda f: f.value)
     elif problem.ranks >= MANY_RANKS:
@@ -277,6 +280,7 @@ def improve(
     for number in range(rounds):
         if best.value[0] <= bound:
             break
-        found = _two_stages(level, starts, share // rounds, width, 1000 * number)
+        again = [best, *starts] if number else starts
+        found = _two_stages(level, again, share // rounds, width, 1000 * number)
         best = min(best, found, key=lambda f: f.value)
     return _less_traffic(level, best, share // 10, 999)

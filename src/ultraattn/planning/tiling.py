@@ -47,7 +47,7 @@ class Steps:
 STEPS = {
     Effort.INSTANT: Steps(0, 0, 0, 0, 0.0, 0),
     Effort.FAST: Steps(130_000, 3_000, 2, 1, 0.0, 0),
-    Effort.NORMAL: Steps(1_500_000, 8_000, 4, 1, 1.5, 1_100),
+    Effort.NORMAL: Steps(2_000_000, 24_000, 4, 1, 1.5, 600),
     Effort.BEST: Steps(10_000_000, 60_000, 4, 4, 10.0, 6_000),
 }
 
