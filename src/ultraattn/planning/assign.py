@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -11,6 +11,7 @@ import numpy as np
 from ultraattn.chunks import Ints
 from ultraattn.errors import InputError
 from ultraattn.planning.blocks import blocks_of, head_ranges
+from ultraattn.planning.bounds import lower_bound
 from ultraattn.planning.ledger import NO_RANK, TilingProblem, evaluate
 from ultraattn.planning.setting import Setting, nominal_weights
 from ultraattn.planning.sizes import SizedProblem, Units, sized_problem
@@ -58,6 +59,8 @@ class Assignment:
     head_groups: int
     bounds: Bounds
     notes: tuple[str, ...]
+    origin: str = "rows"
+    """The structured assignment or the search that it comes from."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +91,44 @@ def assign_tiles(pass_: Pass, made: Setting, options: TileOptions) -> Assignment
     if options.effort is Effort.INSTANT:
         return _unsearched(candidates[chosen], quick[chosen], options)
     return _assignment(candidates[chosen], _solve(candidates[chosen], options), options)
+
+
+def assign_structured(
+    pass_: Pass, made: Setting, options: TileOptions, most: int
+) -> Iterator[Assignment]:
+    """Structured assignments of every number of head ranges, at most so many of each.
+
+    Rows, columns, heads and meshes within the load cap, or levelled; those that move least first.
+    """
+    for groups in _group_counts(made, options):
+        candidate = _candidate(pass_, made, options, groups)
+        if not candidate.blocks:
+            return
+        pinned = _pinned(candidate, options)
+        problem = within_cap(candidate.sized.tiling, pinned, options.strict_cap)
+        repairs = 1 if options.effort is Effort.INSTANT else 4
+        for found in structured_starts(problem, pinned, repairs=repairs)[:most]:
+            volume = found.value[0] / candidate.sized.unit
+            yield Assignment(
+                candidate.blocks,
+                _ranks(candidate, found.assignment),
+                groups,
+                Bounds(volume, 0.0, volume == 0, str(options.units)),
+                (f"assignment: {found.origin}, {groups} head ranges, not searched",),
+                found.origin,
+            )
+
+
+def bounded(pass_: Pass, made: Setting, options: TileOptions, found: Assignment) -> Bounds:
+    """What is known of an assignment that no search has bounded."""
+    if not found.blocks or found.bounds.proved:
+        return found.bounds
+    candidate = _candidate(pass_, made, options, found.head_groups)
+    problem = within_cap(candidate.sized.tiling, _pinned(candidate, options), options.strict_cap)
+    value = round(found.bounds.max_volume * candidate.sized.unit)
+    least = min(lower_bound(problem, value), value)
+    volume, unit = found.bounds.max_volume, candidate.sized.unit
+    return Bounds(volume, least / unit, least == value, str(options.units))
 
 
 def assign_rows(pass_: Pass, made: Setting, options: TileOptions) -> Assignment:
@@ -180,6 +221,7 @@ def _unsearched(candidate: _Candidate, quick: _Quick, options: TileOptions) -> A
         candidate.groups,
         bounds,
         tuple(notes),
+        best.origin,
     )
 
 
@@ -211,4 +253,6 @@ def _assignment(candidate: _Candidate, result: TilingResult, options: TileOption
         result.max_volume / unit, result.lower_bound / unit, result.proved, str(options.units)
     )
     ranks = _ranks(candidate, result.assignment)
-    return Assignment(candidate.blocks, ranks, candidate.groups, bounds, tuple(notes))
+    return Assignment(
+        candidate.blocks, ranks, candidate.groups, bounds, tuple(notes), result.origin
+    )

@@ -1,98 +1,160 @@
-"""Makes one pass by one strategy or by the best of all: candidates, cheap floors, simulated time.
+"""Chooses among all strategies and layouts: floors first, simulated time decides.
 
-"auto" simulates the tile strategy first, then every rival whose floor (the time that its busiest
-rank computes or sends at the least) is below the best time so far. So a rival is never left out
-that could have won, and the choice is never slower than any of them in simulated time. Within 1 %
-the lower traffic wins.
+A note on the order. Every candidate has a floor, a time that it cannot beat
+(`ultraattn.planning.floors`):
+
+    floors           all candidates of both passes over every layout; nothing is built
+    simulated        layout by layout, the lowest floors first, as long as a floor is below the
+                     best simulated time: what is left out could not have won
+    searched         over the best two layouts, longer searches from what won there
+
+So the choice is never slower than any rival in simulated time, both passes together (one layout
+serves both). Within 1 % the lower traffic wins. Effort `instant` simulates the lowest floor of this
+system's and of the rivals' alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from ultraattn.cluster import Cluster
-from ultraattn.cluster.costs import Costs
 from ultraattn.errors import InputError
-from ultraattn.planning.assign import Assignment, TileOptions, assign_rows, assign_tiles
-from ultraattn.planning.blocks import blocks_of
-from ultraattn.planning.graph import build_program
+from ultraattn.planning.assign import (
+    Assignment,
+    TileOptions,
+    assign_rows,
+    assign_structured,
+    assign_tiles,
+    bounded,
+)
+from ultraattn.planning.floors import MARGIN, Columns, Floors
+from ultraattn.planning.passes import Where, own_pass, rival_pass, timed, with_volume
 from ultraattn.planning.setting import Setting
 from ultraattn.planning.tiling import Effort
 from ultraattn.plans.account import account
 from ultraattn.plans.check import Pass
-from ultraattn.plans.plan import Bounds, PassPlan, Place
-from ultraattn.plans.program import Block, Program
-from ultraattn.plans.tensors import Tensor
-from ultraattn.simulation import simulate_pass
-from ultraattn.simulation.simulate import bound_s
+from ultraattn.plans.plan import PassPlan
 from ultraattn.strategies import NAMES as RIVALS
-from ultraattn.strategies import Strategy, by_name
+from ultraattn.strategies import Strategy
 from ultraattn.strategies.mesh import mesh_ranks
-
-OWN = ("auto", "tile", "rows")
-STRATEGIES = (*OWN, *RIVALS)
-"""What ``strategy=`` takes; ``mesh`` and ``heads_ring`` also with a shape, as in mesh:2x4."""
-
-EFFORTS = list(Effort)
 
 TIE = 0.01
 """Simulated times within 1 % of the best count as equal (issue "Predict and choose")."""
+STARTS = 8
+"""Structured assignments of each number of head ranges that get a floor."""
+SEARCHED_LAYOUTS = 2
+NAMED = 8
+"""Simulated candidates that the notes name, the fastest first."""
 
 
-@dataclass(frozen=True)
-class Where:
-    """The place of a plan, and the costs there (None where they are unknown)."""
-
-    place: Place
-    costs: Costs | None
-
-    @staticmethod
-    def of(cluster: Cluster) -> Where:
-        """What planning needs of a cluster."""
-        return Where(Place(cluster.name, cluster.nodes, cluster.gpus_per_node), cluster.costs)
-
-
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """One way to run a pass, simulated."""
+@dataclass(eq=False)
+class _Option:
+    """A candidate of one pass over one layout; `part` once it is built and simulated."""
 
     label: str
-    pass_plan: PassPlan
-    total_bytes: int
+    floor_ns: float
+    make: Callable[[], PassPlan]
+    rival: bool
+    same_as: bytes = b""
+    """Equal for candidates that give the same program."""
+    assignment: Assignment | None = None
+    part: PassPlan | None = None
 
     @property
-    def time_ns(self) -> int:
-        """Simulated nanoseconds."""
-        assert self.pass_plan.predicted_ns is not None
-        return self.pass_plan.predicted_ns
+    def known_ns(self) -> float:
+        """The simulated time, or the floor."""
+        known = None if self.part is None else self.part.predicted_ns
+        return self.floor_ns if known is None else float(known)
 
 
-def plan_pass(
-    pass_: Pass, strategy: str, made: Setting, where: Where, options: TileOptions
-) -> PassPlan:
-    """One pass by the strategy called `strategy`.
+@dataclass(eq=False)
+class _Field:
+    """All candidates of one pass over one layout."""
 
-    Raises:
-        InputError: an unknown strategy (lists the valid ones), or one that cannot serve the shape
-            (says what would fit).
-    """
-    if strategy == "auto":
-        return best_pass(pass_, made, where, options)
-    if strategy in ("tile", "rows"):
-        assign = assign_tiles if strategy == "tile" else assign_rows
-        own = _own(pass_, strategy, made, where, assign(pass_, made, options))
-        return own if options.effort is Effort.INSTANT else _timed(pass_, made, where, own)
-    if strategy.partition(":")[0] not in RIVALS:
-        raise InputError(f"strategy {strategy!r}: expected one of {', '.join(STRATEGIES)}")
-    return _timed(pass_, made, where, _rival(pass_, by_name(strategy), made, where))
+    pass_: Pass
+    made: Setting
+    where: Where
+    options: list[_Option]
+    made_already: dict[bytes, PassPlan] = field(default_factory=dict)
+
+    @property
+    def least_ns(self) -> float:
+        """No candidate takes less."""
+        return min(option.known_ns for option in self.options)
+
+    @property
+    def simulated(self) -> list[_Option]:
+        """What has been simulated, the fastest first."""
+        return sorted((o for o in self.options if o.part is not None), key=lambda o: o.known_ns)
+
+    @property
+    def best_ns(self) -> float:
+        """The least simulated time."""
+        return min((o.known_ns for o in self.options if o.part is not None), default=np.inf)
+
+    def simulate(self, option: _Option) -> None:
+        """Builds and simulates one candidate."""
+        part = self.made_already.get(option.same_as) if option.same_as else None
+        if part is None:
+            part = timed(self.pass_, self.made, self.where, option.make())
+            if option.same_as:
+                self.made_already[option.same_as] = part
+        option.part = part
+
+    def settle(self, below_ns: float) -> None:
+        """Simulates candidates until none left has a floor below the best time and `below_ns`."""
+        for option in sorted(self.options, key=lambda o: o.floor_ns):
+            if option.floor_ns >= min(self.best_ns, below_ns):
+                return
+            if option.part is None:
+                self.simulate(option)
 
 
-def best_pass(pass_: Pass, made: Setting, where: Where, options: TileOptions) -> PassPlan:
-    """The candidate of least simulated time; says what was considered.
+@dataclass(eq=False)
+class _Case:
+    """Both passes over one layout."""
+
+    made: Setting
+    fields: tuple[_Field, ...]
+
+    @property
+    def least_ns(self) -> float:
+        """No pair of candidates takes less."""
+        return sum(field.least_ns for field in self.fields)
+
+    @property
+    def best_ns(self) -> float:
+        """The least simulated time of both passes."""
+        return sum(field.best_ns for field in self.fields)
+
+    def settle(self, below_ns: float) -> None:
+        """Finds the best of each pass, unless the case cannot get below `below_ns`."""
+        for at, one in enumerate(self.fields):
+            others = sum(f.least_ns for i, f in enumerate(self.fields) if i != at)
+            one.settle(below_ns - others)
+
+    def least_rival_ns(self) -> float:
+        """No rival takes less over this layout, both passes together."""
+        times: dict[str, float] = {}
+        for one in self.fields:
+            for option in one.options:
+                if option.rival:
+                    times[option.label] = times.get(option.label, 0.0) + option.known_ns
+        return min(times.values(), default=np.inf)
+
+
+def best_passes(
+    settings: Sequence[Setting], where: Where, options: TileOptions
+) -> tuple[Setting, PassPlan, PassPlan]:
+    """The layout and the two passes of least simulated time; their notes say what was considered.
+
+    Args:
+        settings: the mask over each layout that is compared.
+        where: with costs.
+        options: of this system's own assignments.
 
     Raises:
         InputError: the cluster has no costs to simulate with.
@@ -102,217 +164,221 @@ def best_pass(pass_: Pass, made: Setting, where: Where, options: TileOptions) ->
             f"strategy 'auto' on cluster {where.place.cluster!r}, which has no costs; pass a "
             "preset or a file of `ultraattn profile`, or strategy='tile'"
         )
-    found: list[Candidate] = []
-    skipped: list[str] = []
-    quick = dataclasses.replace(options, effort=min(options.effort, Effort.FAST, key=EFFORTS.index))
-    for label, floor_ns, make in _candidates(pass_, made, where, where.costs, quick):
-        if found and floor_ns > min(c.time_ns for c in found):
-            skipped.append(label)
-            continue
-        found.append(_candidate(pass_, label, made, where, make()))
-    if options.effort in (Effort.NORMAL, Effort.BEST):
-        found += _searched_longer(pass_, made, where, options, found)
-    least = min(c.time_ns for c in found)
-    near = [c for c in found if c.time_ns <= least * (1 + TIE)]
-    chosen = min(near, key=lambda c: (c.total_bytes, c.time_ns))
-    notes = [*chosen.pass_plan.notes, *_report(found, skipped, _refused(made))]
-    return dataclasses.replace(chosen.pass_plan, notes=tuple(notes))
-
-
-def _candidate(pass_: Pass, label: str, made: Setting, where: Where, part: PassPlan) -> Candidate:
-    timed = _timed(pass_, made, where, part)
-    traffic = int(account(made.problem, part.program, where.place.node_of).sent.sum())
-    return Candidate(label, timed, traffic)
-
-
-def _searched_longer(
-    pass_: Pass,
-    made: Setting,
-    where: Where,
-    options: TileOptions,
-    found: Sequence[Candidate],
-) -> list[Candidate]:
-    """The best quick tiles again, with the effort asked for, where tiles were best at all."""
-    best = min(found, key=lambda c: c.time_ns)
-    for label, variant in _variants(made, options):
-        if label == best.label:
-            variant = dataclasses.replace(variant, effort=options.effort)
-            part = _own(pass_, label, made, where, assign_tiles(pass_, made, variant))
-            return [_candidate(pass_, f"{label}, {options.effort}", made, where, part)]
-    return []
-
-
-def _report(
-    found: Sequence[Candidate], skipped: Sequence[str], refused: Sequence[str]
-) -> list[str]:
-    times = sorted(found, key=lambda c: c.time_ns)
-    notes = ["simulated: " + ", ".join(f"{c.label} {c.time_ns / 1e6:.3f} ms" for c in times)]
-    if skipped:
-        notes.append("left out, slower by their floor: " + ", ".join(skipped))
-    return notes + [f"left out: {reason}" for reason in refused]
-
-
-def _candidates(
-    pass_: Pass, made: Setting, where: Where, costs: Costs, options: TileOptions
-) -> Iterator[tuple[str, float, Callable[[], PassPlan]]]:
-    """(label, floor in nanoseconds, how to make it), this system's own first."""
-    for label, variant in _variants(made, options):
-
-        def tiles(label: str = label, variant: TileOptions = variant) -> PassPlan:
-            return _own(pass_, label, made, where, assign_tiles(pass_, made, variant))
-
-        yield label, 0.0, tiles
-    floors = _Floors(pass_, made, costs)
-    rows = assign_rows(pass_, made, options)
-    yield "rows", floors.of(rows), lambda: _own(pass_, "rows", made, where, rows)
-    for rival in _rivals(made):
-        groups = rival.head_groups(made.problem, made.q_layout.ranks)
-        blocks = rows.blocks if groups == rows.head_groups else _blocks(made, groups)
-
-        def build(rival: Strategy = rival, blocks: Sequence[Block] = blocks) -> PassPlan:
-            return _rival(pass_, rival, made, where, blocks)
-
-        yield rival.label, floors.of_rival(rival, blocks), build
-
-
-def _variants(made: Setting, options: TileOptions) -> Iterator[tuple[str, TileOptions]]:
-    """The tile strategy as asked for, then with other head ranges and a looser cap, searched less.
-
-    The planner weighs load against volume in seconds: a looser cap moves less.
-    """
-    yield "tile", options
+    cases = [_case(made, where, options) for made in settings]
+    cases.sort(key=lambda case: case.least_ns)
     if options.effort is Effort.INSTANT:
-        return
-    quick = dataclasses.replace(options, effort=Effort.FAST)
-    if options.head_groups is None and made.problem.heads > 1:
-        yield "tile, one head range", dataclasses.replace(quick, head_groups=1)
-    if options.load_cap is None:
-        yield "tile, cap 1.25", dataclasses.replace(quick, load_cap=1.25)
+        chosen = cases[0]
+        for one in chosen.fields:
+            # Floors of own assignments are the weaker ones: the best rival is tried beside them.
+            for rival in (False, True):
+                kind = [o for o in one.options if o.rival is rival]
+                first = min(kind, key=lambda o: o.floor_ns, default=None)
+                if first is not None and first.floor_ns < one.best_ns:
+                    one.simulate(first)
+    else:
+        best_ns = np.inf
+        for case in cases:
+            if case.least_ns < best_ns:
+                case.settle(best_ns)
+                best_ns = min(best_ns, case.best_ns)
+        for case in sorted(cases, key=lambda c: c.best_ns)[:SEARCHED_LAYOUTS]:
+            if case.best_ns < np.inf:
+                _search(case, where, options)
+        chosen = min(cases, key=lambda c: c.best_ns)
+    picked = _picked(chosen, min(case.least_rival_ns() for case in cases))
+    others = [case for case in cases if case is not chosen]
+    parts = [
+        _finished(one, option, others, options)
+        for one, option in zip(chosen.fields, picked, strict=True)
+    ]
+    return chosen.made, parts[0], parts[1]
 
 
-def _rivals(made: Setting) -> list[Strategy]:
-    """Every rival that can serve, each shape apart; rings go by the name of their layout."""
-    found: list[Strategy] = []
-    ring = {"zigzag": "zigzag", "striped": "stripe"}.get(made.q_layout.name, "ring")
-    for rival in RIVALS.values():
-        if rival.name in ("ring", "zigzag", "stripe") and rival.name != ring:
-            continue
-        found += rival.variants(made.problem, made.q_layout.ranks)
-    return found
+def _picked(case: _Case, least_rival_ns: float) -> list[_Option]:
+    """Of each pass the least traffic within 1 % of the best; the best where rivals are as near."""
+    picked = []
+    for one in case.fields:
+        near = [o for o in one.simulated if o.known_ns <= one.best_ns * (1 + TIE)]
+        picked.append(min(near, key=lambda o: (_traffic(one, o), o.known_ns)))
+    if sum(option.known_ns for option in picked) > least_rival_ns:
+        return [one.simulated[0] for one in case.fields]
+    return picked
+
+
+def _traffic(one: _Field, option: _Option) -> int:
+    assert option.part is not None
+    costs = account(one.made.problem, option.part.program, one.where.place.node_of)
+    return int(costs.sent.sum())
+
+
+def _finished(
+    one: _Field, option: _Option, others: Sequence[_Case], options: TileOptions
+) -> PassPlan:
+    """The chosen pass with its volume, its bound, and what was considered."""
+    part = option.part
+    assert part is not None
+    if option.rival:
+        part = with_volume(one.made, one.where, part)
+    elif option.assignment is not None and options.effort is not Effort.INSTANT:
+        known = bounded(one.pass_, one.made, options, option.assignment)
+        part = dataclasses.replace(part, bounds=known)
+    notes = [*part.notes, *_report(one, others), *_refused(one.made)]
+    return dataclasses.replace(part, notes=tuple(notes))
+
+
+def _report(one: _Field, others: Sequence[_Case]) -> list[str]:
+    """What was considered, in a few lines."""
+    times = one.simulated
+    more = f", and {len(times) - NAMED} slower" if len(times) > NAMED else ""
+    named = ", ".join(f"{o.label} {o.known_ns / 1e6:.3f} ms" for o in times[:NAMED])
+    notes = [f"simulated: {named}{more}"]
+    left = sorted((o for o in one.options if o.part is None), key=lambda o: o.floor_ns)
+    rivals = ", ".join(f"{o.label} >= {o.floor_ns / 1e6:.3f} ms" for o in left if o.rival)
+    if rivals:
+        notes.append(f"left out, slower at the least: {rivals}")
+    own = sum(not o.rival for o in left)
+    if own:
+        notes.append(f"left out by their floors: {own} other assignments of tiles")
+    for case in others:
+        layout = case.made.q_layout
+        exact = case.best_ns < np.inf
+        total = (case.best_ns if exact else case.least_ns) / 1e6
+        notes.append(
+            f"layout {layout.name} of {len(layout.chunks)} chunks: both passes "
+            f"{'' if exact else '>= '}{total:.3f} ms"
+        )
+    return notes
 
 
 def _refused(made: Setting) -> list[str]:
     """Why rivals cannot serve at all."""
     ranks = made.q_layout.ranks
     return [
-        reason
+        f"left out: {reason}"
         for rival in RIVALS.values()
         if not rival.variants(made.problem, ranks)
         and (reason := rival.refusal(made.problem, ranks)) is not None
     ]
 
 
-@dataclass(frozen=True)
-class _Floors:
-    """The least time that a candidate can take, from its loads and traffic alone."""
-
-    pass_: Pass
-    made: Setting
-    costs: Costs
-
-    def of(self, assignment: Assignment) -> float:
-        """Nanoseconds: its busiest rank at peak rate, and its busiest link, in bytes."""
-        traffic = assignment.bounds.max_volume if assignment.bounds.units == "bytes" else 0.0
-        return max(self._compute(assignment.blocks, assignment.ranks), self._links(traffic))
-
-    def of_rival(self, rival: Strategy, blocks: Sequence[Block]) -> float:
-        """Nanoseconds; 0 where nothing simple is known."""
-        if rival.head_lanes:
-            return bound_s(str(self.pass_), self.made.problem, self._ranks, self.costs) * 1e9
-        if rival.shaped:
-            shape = rival.resolved(self.made.problem, self._ranks)
-            ranks = mesh_ranks(blocks, self.made.q_layout, self.made.kv_layout, shape)
-            return self._compute(blocks, ranks)
-        owners = self.made.q_layout.owners
-        compute = self._compute(blocks, [owners[b.q_chunk] for b in blocks])
-        problem = self.made.problem
-        row = sum(problem.widths.row_bytes(t) for t in (Tensor.K, Tensor.V))
-        # Whoever holds all keys in the end has received all but its own.
-        local = max(self.made.kv_layout.local_tokens(rank) for rank in range(self._ranks))
-        return max(compute, self._links((problem.kv_len - local) * problem.kv_heads * row))
-
-    @property
-    def _ranks(self) -> int:
-        return self.made.q_layout.ranks
-
-    def _compute(self, blocks: Sequence[Block], ranks: Sequence[int]) -> float:
-        load = np.zeros(self._ranks, dtype=np.int64)
-        weights = np.fromiter((b.weight for b in blocks), dtype=np.int64, count=len(blocks))
-        np.add.at(load, np.array(ranks, dtype=np.int64), weights)
-        p = self.made.problem
-        factor = self.costs.width_factor(p.head_dim, p.value_dim, p.dtype)
-        return float(load.max(initial=0)) * factor / self.costs.peak(str(self.pass_)) * 1e9
-
-    def _links(self, bytes_: float) -> float:
-        fastest = max(self.costs.inside.bytes_per_s, self.costs.between.bytes_per_s)
-        return bytes_ / fastest * 1e9
+def _case(made: Setting, where: Where, options: TileOptions) -> _Case:
+    return _Case(made, tuple(_field(pass_, made, where, options) for pass_ in Pass))
 
 
-def _blocks(made: Setting, groups: int) -> list[Block]:
-    return blocks_of(made.grid, made.problem.heads, groups)
+def _field(pass_: Pass, made: Setting, where: Where, options: TileOptions) -> _Field:
+    assert where.costs is not None
+    floors = Floors(pass_, made, where.place.node_of, where.costs)
+    one = _Field(pass_, made, where, [])
+    first: Assignment | None = None
+    seen: set[bytes] = set()
+    columns: dict[int, Columns] = {}
+    for assignment in _own_assignments(pass_, made, options):
+        first = first or assignment
+        name = _name(assignment.head_groups, assignment.ranks)
+        if name not in seen:
+            seen.add(name)
+            one.options.append(_own_option(one, floors, columns, assignment, name))
+    for rival in _rivals(made, len(set(where.place.node_of))):
+        one.options.append(_rival_option(one, floors, rival, first))
+    return one
 
 
-def _program(pass_: Pass, made: Setting, where: Where, assignment: Assignment) -> Program:
-    return build_program(
-        pass_,
-        made.problem,
-        made.q_layout,
-        made.kv_layout,
-        where.place.node_of,
-        assignment.blocks,
-        assignment.ranks,
+def _own_assignments(pass_: Pass, made: Setting, options: TileOptions) -> Iterator[Assignment]:
+    yield assign_rows(pass_, made, options)
+    yield from assign_structured(pass_, made, options, STARTS)
+
+
+def _name(groups: int, ranks: Sequence[int]) -> bytes:
+    return np.array([groups, *ranks], dtype=np.int32).tobytes()
+
+
+def _own_option(
+    one: _Field,
+    floors: Floors,
+    columns: dict[int, Columns],
+    assignment: Assignment,
+    name: bytes,
+    prefix: str = "tile",
+) -> _Option:
+    groups = assignment.head_groups
+    if groups not in columns:
+        columns[groups] = Columns.of(assignment.blocks)
+    floor = floors.direct(columns[groups], np.array(assignment.ranks, dtype=np.int64))
+    strategy = "rows" if assignment.origin == "rows" and groups == 1 else "tile"
+    label = strategy if strategy == "rows" else f"{prefix} ({assignment.origin})"
+    return _Option(
+        label,
+        floor * 1e9,
+        lambda: own_pass(one.pass_, strategy, one.made, one.where, assignment),
+        rival=False,
+        same_as=name,
+        assignment=assignment,
     )
 
 
-def _own(pass_: Pass, label: str, made: Setting, where: Where, assignment: Assignment) -> PassPlan:
-    """A pass of this system: blocks on ranks, by direct transfers."""
-    program = _program(pass_, made, where, assignment)
-    name = label.partition(",")[0]
-    return PassPlan(name, assignment.head_groups, assignment.bounds, assignment.notes, program)
-
-
-def _rival(
-    pass_: Pass,
-    rival: Strategy,
-    made: Setting,
-    where: Where,
-    blocks: Sequence[Block] | None = None,
-) -> PassPlan:
-    """A rival's pass; its volume is what it moves, relays included."""
-    groups = rival.head_groups(made.problem, made.q_layout.ranks)
-    if blocks is None:
-        refusal = rival.refusal(made.problem, made.q_layout.ranks)
-        if refusal is not None:
-            raise InputError(refusal)
-        blocks = _blocks(made, groups)
-    node_of = where.place.node_of
-    program = rival.build(pass_, made.problem, made.q_layout, made.kv_layout, node_of, blocks)
-    volume = float(account(made.problem, program, node_of).max_volume)
-    return PassPlan(rival.label, groups, Bounds(volume, 0.0, volume == 0), (), program)
-
-
-def _timed(pass_: Pass, made: Setting, where: Where, part: PassPlan) -> PassPlan:
-    """With its simulated time, in whole nanoseconds, where costs are known."""
-    if where.costs is None:
-        return part
-    simulated = simulate_pass(
-        pass_,
-        made.problem,
-        made.q_layout,
-        made.kv_layout,
-        where.place.node_of,
-        part.program,
-        where.costs,
-        least_bytes=part.bounds.lower_bound if part.bounds.units == "bytes" else 0.0,
+def _rival_option(
+    one: _Field, floors: Floors, rival: Strategy, whole: Assignment | None
+) -> _Option:
+    name = b""
+    made = one.made
+    if rival.name == "mesh" and whole is not None and whole.head_groups == 1:
+        shape = rival.resolved(made.problem, made.q_layout.ranks)
+        name = _name(1, mesh_ranks(whole.blocks, made.q_layout, made.kv_layout, shape))
+    return _Option(
+        rival.label,
+        floors.of_rival(rival) * 1e9,
+        lambda: rival_pass(one.pass_, rival, made, one.where),
+        rival=True,
+        same_as=b"rival" + name if name else b"",
     )
-    return dataclasses.replace(part, predicted_ns=round(simulated.makespan_s * 1e9))
+
+
+def _rivals(made: Setting, nodes: int) -> list[Strategy]:
+    """Every rival that can serve, each shape apart; rings go by the name of their layout.
+
+    Programs that are another rival's too are left out: rings of one lane, one place or one node.
+    """
+    found: list[Strategy] = []
+    ranks = made.q_layout.ranks
+    ring = {"zigzag": "zigzag", "striped": "stripe"}.get(made.q_layout.name, "ring")
+    for rival in RIVALS.values():
+        if rival.name in ("ring", "zigzag", "stripe") and rival.name != ring:
+            continue
+        if rival.name == "double_ring" and nodes == 1:
+            continue
+        for variant in rival.variants(made.problem, ranks):
+            if variant.name != "heads_ring" or variant.shape not in ((1, ranks), (ranks, 1)):
+                found.append(variant)
+    return found
+
+
+def _search(case: _Case, where: Where, options: TileOptions) -> None:
+    """Adds what a longer search finds: with the head ranges that were best, and a looser cap.
+
+    The planner weighs load against volume in seconds: a looser cap moves less.
+    """
+    assert where.costs is not None
+    effort = Effort.NORMAL if options.effort is Effort.BEST else Effort.FAST
+    for one in case.fields:
+        own = [o for o in one.options if o.assignment is not None and o.assignment.blocks]
+        if not own:
+            continue
+        floors = Floors(one.pass_, one.made, where.place.node_of, where.costs)
+        best = min(own, key=lambda o: (o.part is None, o.known_ns)).assignment
+        assert best is not None
+        if min(o.floor_ns for o in own) * MARGIN > one.best_ns:
+            continue
+        base = dataclasses.replace(options, effort=effort, head_groups=best.head_groups)
+        variants = {"searched": base}
+        if options.load_cap is None:
+            variants["searched, cap 1.25"] = dataclasses.replace(base, load_cap=1.25)
+        columns: dict[int, Columns] = {}
+        for variant, choice in variants.items():
+            assignment = assign_tiles(one.pass_, one.made, choice)
+            name = _name(assignment.head_groups, assignment.ranks)
+            if any(o.same_as == name for o in one.options):
+                continue
+            option = _own_option(one, floors, columns, assignment, name, f"tile {variant}")
+            option = dataclasses.replace(option, assignment=None)
+            one.options.append(option)
+        one.settle(np.inf)

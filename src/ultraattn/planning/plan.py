@@ -10,9 +10,10 @@ from ultraattn.enums import StrEnum
 from ultraattn.errors import InputError
 from ultraattn.masks import Lengths, Mask
 from ultraattn.planning.assign import TileOptions, assign_tiles
-from ultraattn.planning.choose import Where, plan_pass
+from ultraattn.planning.choose import best_passes
 from ultraattn.planning.layout import LayoutName
 from ultraattn.planning.layout_search import searched
+from ultraattn.planning.passes import Where, plan_pass
 from ultraattn.planning.setting import Setting, Shape, at_level_degree, default_layout, setting
 from ultraattn.planning.sizes import Units
 from ultraattn.planning.tiling import Effort
@@ -103,13 +104,11 @@ def plan(
     )  # fmt: skip
     candidates = settings(mask, shape, cluster, strategy, layout, kv_layout, chunks, options)
     where = Where.of(cluster)
-    if strategy != "auto" and len(candidates) > 1:
-        candidates = [most_promising(candidates, options)]
-    if len(candidates) > 1:
-        quick = dataclasses.replace(options, effort=Effort.FAST)
-        candidates = [min(candidates, key=lambda made: predicted_ns(strategy, made, where, quick))]
-    made = candidates[0]
-    forward, backward = (plan_pass(pass_, strategy, made, where, options) for pass_ in Pass)
+    if strategy == "auto":
+        made, forward, backward = best_passes(candidates, where, options)
+    else:
+        made = most_promising(candidates, options)
+        forward, backward = (plan_pass(pass_, strategy, made, where, options) for pass_ in Pass)
     whole = Plan(
         made.problem,
         where.place,
@@ -138,7 +137,7 @@ def settings(
 
     A layout that was asked for is the only one. For `auto`, efforts normal and best compare the
     mask's own remap (or contiguous chunks), zigzag, and what swaps of owners find; the strategy
-    `auto` also stripes. A rival keeps to the layout that its authors use.
+    `auto` also every rival's own layout. A rival keeps to the layout that its authors use.
     """
     if layout == LayoutName.AUTO and strategy.partition(":")[0] in RIVALS:
         layout = by_name(strategy).layout
@@ -156,29 +155,41 @@ def settings(
         return at_level_degree(lambda count: make(name, count), options.eta)
 
     found = [at(layout)]
-    if strategy == "auto" and chunks is None and not isinstance(layout, Layout):
-        native = make(layout, None)  # Rivals do best on the fewest chunks.
-        if native.q_layout != found[0].q_layout:
-            found.append(native)
-    thorough = options.effort in (Effort.NORMAL, Effort.BEST) and strategy in ("tile", "auto")
-    if layout == LayoutName.AUTO and thorough and shape.q_len == shape.kv_len:
+    if isinstance(layout, Layout):
+        return found
+    if strategy == "auto" and chunks is None:
+        found.append(make(layout, None))
+    if layout != LayoutName.AUTO or strategy not in ("tile", "auto"):
+        return _apart(found)
+    if strategy == "auto" and chunks is None:
+        # What rivals keep to: a rival as its authors run it is never faster than the choice.
+        names = {rival.layout for rival in RIVALS.values()}
+        found += [make(name, None) for name in sorted(names)]
+    if options.effort in (Effort.NORMAL, Effort.BEST) and shape.q_len == shape.kv_len:
         first = found[0]
         ranks = cluster.ranks
         if first.q_layout.name == LayoutName.CONTIGUOUS:
             few = strategy == "auto" or ranks <= MOST_RANKS_MIRRORED
             if few and (chunks is None or chunks % (2 * ranks) == 0):
                 found.append(at(LayoutName.ZIGZAG))
-            if strategy == "auto" and (chunks is None or chunks % ranks == 0):
+            if strategy == "auto" and chunks is not None and chunks % ranks == 0:
                 found.append(make(LayoutName.STRIPED, chunks))
             better = searched(first.q_layout, first.grid.kinds[0].any(axis=0))
             if better is not None:
                 found.append(setting(mask, shape, better, better))
-    return found
+    return _apart(found)
 
 
-def predicted_ns(strategy: str, made: Setting, where: Where, options: TileOptions) -> int:
-    """Simulated time of both passes, in nanoseconds; 0 where the cluster has no costs."""
-    return sum(plan_pass(pass_, strategy, made, where, options).predicted_ns or 0 for pass_ in Pass)
+def _apart(found: list[Setting]) -> list[Setting]:
+    """Without settings whose chunks have the owners of an earlier one."""
+    out: list[Setting] = []
+    seen = set()
+    for made in found:
+        places = tuple((x.chunks, x.owners) for x in (made.q_layout, made.kv_layout))
+        if places not in seen:
+            seen.add(places)
+            out.append(made)
+    return out
 
 
 def most_promising(candidates: list[Setting], options: TileOptions) -> Setting:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ from ultraattn.plans.program import (
     TaskKind,
     Value,
 )
-from ultraattn.plans.tensors import TENSOR_ORDER
+from ultraattn.plans.tensors import TENSOR_ORDER, Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +78,10 @@ def account(problem: Problem, program: Program, nodes: Sequence[int]) -> Account
     np.add.at(received, target, size)
     np.add.at(far_sent, source[far], size[far])
     np.add.at(far_received, target[far], size[far])
-    for task in np.flatnonzero(tasks.kind == TASK_ORDER.index(TaskKind.COLLECTIVE)).tolist():
-        view, held = program.task_views[task], dict(enumerate(program.value_views))
+    shared = np.flatnonzero(tasks.kind == TASK_ORDER.index(TaskKind.COLLECTIVE)).tolist()
+    held = dict(enumerate(program.value_views)) if shared else {}
+    for task in shared:
+        view = program.task_views[task]
         assert isinstance(view, Collective)
         for origin, goal, moved in collective_moves(held, view):
             amount = int(sizes[moved])
@@ -102,16 +105,20 @@ def collective_moves(values: Mapping[int, Value], task: Collective) -> list[tupl
     moved is the part.
     """
     moves = []
+    by_chunk: dict[tuple[Tensor, int], list[int]] = defaultdict(list)
+    for read in task.reads:
+        by_chunk[values[read].tensor, values[read].chunk].append(read)
     for number in task.writes:
         target = values[number]
+        reads = by_chunk[target.tensor, target.chunk]
         if task.op is CollectiveOp.REDUCE_SCATTER:
             moves += [
                 (values[read].rank, target.rank, read)
-                for read in parts_of(values, task, target)
+                for read in _same_extent(values, reads, target)
                 if values[read].rank != target.rank
             ]
             continue
-        holders = [values[read].rank for read in task.reads if values[read].holds(target)]
+        holders = [values[read].rank for read in reads if values[read].holds(target)]
         if target.rank not in holders:
             moves.append((holders[0], target.rank, number))
     return moves
@@ -119,9 +126,13 @@ def collective_moves(values: Mapping[int, Value], task: Collective) -> list[tupl
 
 def parts_of(values: Mapping[int, Value], task: Collective, target: Value) -> list[int]:
     """The values that a reduce-scatter merges into `target`."""
+    return _same_extent(values, task.reads, target)
+
+
+def _same_extent(values: Mapping[int, Value], reads: Iterable[int], target: Value) -> list[int]:
     return [
         read
-        for read in task.reads
+        for read in reads
         if values[read].tensor == target.tensor
         and values[read].chunk == target.chunk
         and values[read].row_start == target.row_start

@@ -52,7 +52,46 @@ def kernel_seconds(
         InputError: no kernel has costs for a block of the program; names kernel and kind.
     """
     pieces = _Pieces.of(q_layout, kv_layout, program)
-    tasks = len(program.tasks.rank)
+    return _fastest(pass_, problem, pieces, len(program.tasks.rank), costs, kernel)
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """Blocks as columns of equal length, and the launch that each is part of."""
+
+    launch: Ints
+    q_chunk: Ints
+    kv_chunk: Ints
+    head_start: Ints
+    head_stop: Ints
+    kind: Ints
+    weight: Ints
+    """Visible pairs times heads."""
+
+
+def launch_seconds(
+    pass_: str,
+    problem: Problem,
+    q_layout: Layout,
+    kv_layout: Layout,
+    tiles: Tiles,
+    launches: int,
+    costs: Costs,
+) -> Floats:
+    """As `kernel_seconds`, of launches that no program holds yet: (launches,)."""
+    q_at, kv_at = _place(q_layout)[tiles.q_chunk], _place(kv_layout)[tiles.kv_chunk]
+    pieces = _Pieces(
+        tiles.launch, tiles.kind, tiles.head_start, tiles.head_stop,
+        q_at, q_at + 1, kv_at, kv_at + 1,
+        q_layout.chunks.sizes()[tiles.q_chunk], kv_layout.chunks.sizes()[tiles.kv_chunk],
+        tiles.weight,
+    )  # fmt: skip
+    return _fastest(pass_, problem, pieces, launches, costs, None)
+
+
+def _fastest(
+    pass_: str, problem: Problem, pieces: _Pieces, tasks: int, costs: Costs, kernel: str | None
+) -> Floats:
     if not len(pieces.task):
         return np.zeros(tasks)
     kernels = costs.kernels if kernel is None else (costs.kernel(kernel),)
