@@ -25,7 +25,6 @@ def attend(rank: int, plan: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     out.backward(do)
     counts.append((attention.bytes_sent, attention.bytes_received))
     passes = [
-        (after[0] - before[0], after[1] - before[1])
-        for before, after in itertools.pairwise(counts)
+        (after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(counts)
     ]
     return {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad, "bytes": passes}
