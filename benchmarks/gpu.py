@@ -2,10 +2,12 @@
 
     python benchmarks/gpu.py kernels --out benchmarks/results
     python benchmarks/gpu.py plans --ranks 2 --out benchmarks/results
+    python benchmarks/gpu.py peers --ranks 2 --parts dense,trace,sparse --out benchmarks/results
 
-`kernels` needs one GPU, `plans` as many as ranks. Every repeat is kept, in milliseconds; a cell's
-time is the median, of the slowest rank. The ideal of a cell is the time of cuDNN on one GPU for the
-whole problem over the number of ranks, measured in the same run. A cell that fails keeps its error.
+`kernels` needs one GPU, `plans` and `peers` (`gpu_peers.py`) as many as ranks. Every repeat is
+kept, in milliseconds; a cell's time is the median, of the slowest rank. The ideal of a cell is the
+time of cuDNN on one GPU for the whole problem over the number of ranks, measured in the same run.
+A cell that fails keeps its error.
 """
 
 from __future__ import annotations
@@ -388,12 +390,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("section", choices=("kernels", "plans"))
+    parser.add_argument("section", choices=("kernels", "plans", "peers"))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
         "--seconds", type=float, default=600.0, help="begin no cell later than this"
     )
     parser.add_argument("--strategies", default="tile,allgather,heads,zigzag,ring")
+    parser.add_argument("--parts", default="dense,trace,sparse", help="of peers")
     parser.add_argument("--out", default="benchmarks/results")
     options = parser.parse_args()
     folder = Path(options.out)
@@ -404,6 +407,13 @@ def main() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    if options.section == "peers":
+        import gpu_peers
+
+        parts = options.parts.split(",")
+        args = (options.ranks, port, options.seconds, str(folder), parts)
+        torch.multiprocessing.spawn(gpu_peers.work, args, nprocs=options.ranks)
+        return
     path = str(folder / f"gpu_plans_{options.ranks}.json")
     torch.multiprocessing.spawn(
         plans,

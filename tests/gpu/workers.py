@@ -1,5 +1,6 @@
 """What the ranks of tests/gpu/test_attention.py do, each in a process with a GPU of its own."""
 
+import faulthandler
 import os
 import random
 
@@ -11,6 +12,8 @@ from tests.gpu.cases import draw, error, truth, visible
 from ultraattn.cluster import Cluster
 
 TOKENS = 1100
+LIMIT_S = 90
+"""A rank that takes longer shows where it stands, and leaves."""
 MASKS = {
     "causal": ua.masks.causal(),
     "strided": ua.masks.strided(),
@@ -20,6 +23,7 @@ MASKS = {
 
 def start(rank, ranks, port, worker, args):
     """Joins the group, works, leaves."""
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -27,6 +31,7 @@ def start(rank, ranks, port, worker, args):
     )
     globals()[worker](rank, ranks, *args)
     dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _plan(mask, ranks, heads, kv_heads, dim):
