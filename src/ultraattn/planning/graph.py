@@ -275,30 +275,32 @@ class _Graph:
         messages: dict[tuple[int, bool, int], list[int]] = defaultdict(list)
         for at, tensor, chunk, heads in [key for key in self.partials if key[0] == rank]:
             owner = self.layout(tensor.by_key).owners[chunk]
-            if at == owner:
+            if at == owner or tensor is Tensor.LSE:  # An LSE goes with its O.
                 continue
-            parts = self.partials.pop((rank, tensor, chunk, heads))
+            group = (tensor, Tensor.LSE) if tensor is Tensor.O else (tensor,)
+            parts = [self.partials.pop((rank, each, chunk, heads)) for each in group]
             key = (WORK, last[tensor.by_key, chunk], rank, len(self.ranks) + chunk)
-            part = parts[0] if len(parts) == 1 else self._join(rank, parts, heads, key)
-            messages[owner, tensor.by_key, chunk].append(part)
-        for (owner, by_key, chunk), parts in messages.items():
-            arrived = [self.builder.copy(part, owner) for part in parts]
+            messages[owner, tensor.by_key, chunk] += self._join(rank, parts, heads, key)
+        for (owner, by_key, chunk), sent in messages.items():
+            arrived = [self.builder.copy(part, owner) for part in sent]
             for value in arrived:
                 v = self.builder.values[value]
                 self.partials[owner, v.tensor, chunk, (v.head_start, v.head_stop)].append(value)
             number = 2 * len(self.ranks) + 2 * chunk + by_key
-            self.builder.transfer(rank, parts, arrived, (WORK, last[by_key, chunk], rank, number))
+            self.builder.transfer(rank, sent, arrived, (WORK, last[by_key, chunk], rank, number))
 
-    def _join(self, rank: int, parts: list[int], heads: HeadRange, key: Key) -> int:
-        first = self.builder.values[parts[0]]
-        cover = tuple(sorted(b for part in parts for b in self.builder.values[part].cover))
-        merged = self.builder.value(
-            Value(
-                first.tensor, first.chunk, first.row_start, first.row_stop, *heads, rank,
-                cover=cover,
-            )
-        )  # fmt: skip
-        self.builder.merge(rank, parts, [merged], key)
+    def _join(self, rank: int, groups: list[list[int]], heads: HeadRange, key: Key) -> list[int]:
+        """One partial result for each group of them, by one merge where there are several."""
+        if len(groups[0]) == 1:
+            return [parts[0] for parts in groups]
+        merged = []
+        for parts in groups:
+            first = self.builder.values[parts[0]]
+            cover = tuple(sorted(b for part in parts for b in self.builder.values[part].cover))
+            rows = (first.row_start, first.row_stop)
+            value = Value(first.tensor, first.chunk, *rows, *heads, rank, cover=cover)
+            merged.append(self.builder.value(value))
+        self.builder.merge(rank, [part for parts in groups for part in parts], merged, key)
         return merged
 
     def merge_results(self) -> None:
