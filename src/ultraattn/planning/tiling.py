@@ -42,13 +42,16 @@ class Steps:
     rounds: int
     solver_time: float
     solver_size: int
+    refute_time: float = 0.0
+    """Where the bound is one step below: to ask whether that step can be taken at all."""
+    refute_size: int = 0
 
 
 STEPS = {
     Effort.INSTANT: Steps(0, 0, 0, 0, 0.0, 0),
     Effort.FAST: Steps(130_000, 3_000, 2, 1, 0.0, 0),
-    Effort.NORMAL: Steps(2_000_000, 24_000, 4, 1, 1.5, 600),
-    Effort.BEST: Steps(10_000_000, 60_000, 4, 4, 10.0, 6_000),
+    Effort.NORMAL: Steps(1_500_000, 24_000, 4, 1, 1.2, 600),
+    Effort.BEST: Steps(10_000_000, 60_000, 4, 4, 10.0, 6_000, 60.0, 600),
 }
 
 
@@ -167,12 +170,16 @@ def solve(
         proposals = min(steps.proposals, steps.proposals_per_block * count)
         best = improve(problem, pinned, found, bound, proposals, steps.width, steps.rounds)
     if best.value[0] > bound and count * problem.ranks <= steps.solver_size:
-        from ultraattn.planning.solver import prove
+        from ultraattn.planning.solver import prove, refuted
 
         proof = prove(problem, pinned, best.assignment, bound, steps.solver_time)
         bound = proof.lower_bound
         if proof.value < best.value:
             best = Found(proof.value, proof.assignment, "solver")
+        less = best.value[0] - problem.size_unit
+        near = bound == less and count * problem.ranks <= steps.refute_size
+        if near and refuted(problem, pinned, less, steps.refute_time):
+            bound = best.value[0]
     return _result(problem, best, bound, asked)
 
 
