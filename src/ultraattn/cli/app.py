@@ -185,6 +185,34 @@ def show(
         console.print(f"drawn in {html}", highlight=False, soft_wrap=True)
 
 
+@app.command()
+@takes_options
+def simulate(options: PlanOptions, as_json: JsonOption = False) -> None:
+    """Predict every strategy in simulated time.
+
+    Plans the same attention by this system (auto, tile, rows) and by every rival in the layout
+    that its authors use, and simulates each on the cluster: forward, backward, and both. A
+    strategy that cannot serve the shape is listed with the reason. --strategy names one to compare
+    with auto alone.
+
+    Examples:
+
+        ultraattn simulate --mask causal --seqlen 64k --heads 32 --kv-heads 8 --cluster h100 \\
+            --ranks 8
+        ultraattn simulate --mask sliding_window --window 4096 --cluster h200 --ranks 8 --json
+    """
+    from ultraattn.cli.predict import predict, prediction_table
+
+    found = predict(options, Steps(Console(stderr=True)))
+    if as_json:
+        _print_json(found.facts())
+        return
+    console = Console(highlight=False)
+    console.print(prediction_table(found))
+    for note in found.notes:
+        console.print(note, markup=False, soft_wrap=True)
+
+
 def _save(made: Plan, out: Path | None) -> None:
     if out is not None:
         from ultraattn.cli.run import save

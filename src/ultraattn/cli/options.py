@@ -25,6 +25,7 @@ from ultraattn.errors import InputError
 from ultraattn.masks import Mask
 from ultraattn.masks.document import Document
 from ultraattn.plans import Plan
+from ultraattn.strategies import NAMES as RIVALS
 
 DEFAULTS: dict[str, Any] = {
     "mask": "causal", "seqlen": 2048, "heads": 8, "kv_heads": 2, "head_dim": 64,
@@ -176,7 +177,8 @@ class PlanOptions:
         str | None,
         Option(
             metavar="NAME",
-            help="How blocks get their ranks. \\[default: tile]",
+            help="How blocks get their ranks: tile (this system's search), rows, auto (the fastest "
+            f"of all in simulated time), or a rival: {', '.join(RIVALS)}. \\[default: tile]",
             rich_help_panel=HOW,
         ),
     ] = None
@@ -287,6 +289,15 @@ def make_plan(
     Raises:
         InputError: an option cannot be served; says what was given, expected, and to do.
     """
+    begin = time.perf_counter()
+    made = planning.plan(mask_of(options), **arguments_of(options, seqlen, ranks))
+    return made, time.perf_counter() - begin
+
+
+def arguments_of(
+    options: PlanOptions, seqlen: int | None = None, ranks: int | None = None
+) -> dict[str, Any]:
+    """The arguments of `ultraattn.plan` that the options describe, besides the mask."""
     arguments: dict[str, Any] = {
         name: value
         for name in PLANNING_OPTIONS
@@ -300,18 +311,17 @@ def make_plan(
     _positive("kv-heads", kv_heads)
     arguments.setdefault("head_dim", DEFAULTS["head_dim"])
     arguments.setdefault("dtype", DEFAULTS["dtype"])
-    begin = time.perf_counter()
     mask = mask_of(options)
-    made = planning.plan(
-        mask,
-        seqlen=_seqlen(options, mask, DEFAULTS["seqlen"] if seqlen is None else seqlen),
-        kv_seqlen=None if options.kv_seqlen is None else tokens(options.kv_seqlen, "--kv-seqlen"),
-        heads=heads,
-        kv_heads=kv_heads,
-        cluster=cluster_of(options, DEFAULTS["ranks"] if ranks is None else ranks),
+    return {
         **arguments,
-    )
-    return made, time.perf_counter() - begin
+        "seqlen": _seqlen(options, mask, DEFAULTS["seqlen"] if seqlen is None else seqlen),
+        "kv_seqlen": (
+            None if options.kv_seqlen is None else tokens(options.kv_seqlen, "--kv-seqlen")
+        ),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "cluster": cluster_of(options, DEFAULTS["ranks"] if ranks is None else ranks),
+    }
 
 
 def plan_of(options: PlanOptions, file: Path | None) -> Plan:

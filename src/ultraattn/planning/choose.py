@@ -30,22 +30,28 @@ from ultraattn.planning.assign import (
     assign_tiles,
     bounded,
 )
-from ultraattn.planning.floors import MARGIN, Columns, Floors
+from ultraattn.planning.floors import Columns, Floors
 from ultraattn.planning.passes import Where, own_pass, rival_pass, timed, with_volume
 from ultraattn.planning.setting import Setting
 from ultraattn.planning.tiling import Effort
 from ultraattn.plans.account import account
 from ultraattn.plans.check import Pass
 from ultraattn.plans.plan import PassPlan
+from ultraattn.plans.program import Program
 from ultraattn.strategies import NAMES as RIVALS
 from ultraattn.strategies import Strategy
 from ultraattn.strategies.mesh import mesh_ranks
 
 TIE = 0.01
 """Simulated times within 1 % of the best count as equal (issue "Predict and choose")."""
-STARTS = 8
-"""Structured assignments of each number of head ranges that get a floor."""
+STARTS, STARTS_OF_MANY = 8, 4
+"""Structured assignments of each number of head ranges that get a floor; fewer over many ranks,
+and at effort instant."""
+MOST_OWN, MOST_OWN_OF_MANY, MANY_RANKS = 8, 3, 16
+"""Own assignments that are simulated of each pass and layout, the lowest floors first."""
 SEARCHED_LAYOUTS = 2
+HOPELESS = 1.25
+"""Tiles that take so many times the best are not searched any longer."""
 NAMED = 8
 """Simulated candidates that the notes name, the fastest first."""
 
@@ -56,7 +62,8 @@ class _Option:
 
     label: str
     floor_ns: float
-    make: Callable[[], PassPlan]
+    make: Callable[[Program | None], PassPlan]
+    """The pass, with its program where an equal candidate has built it."""
     rival: bool
     same_as: bytes = b""
     """Equal for candidates that give the same program."""
@@ -96,20 +103,24 @@ class _Field:
         return min((o.known_ns for o in self.options if o.part is not None), default=np.inf)
 
     def simulate(self, option: _Option) -> None:
-        """Builds and simulates one candidate."""
-        part = self.made_already.get(option.same_as) if option.same_as else None
-        if part is None:
-            part = timed(self.pass_, self.made, self.where, option.make())
-            if option.same_as:
-                self.made_already[option.same_as] = part
-        option.part = part
+        """Builds and simulates one candidate, or takes over what an equal one gave."""
+        known = self.made_already.get(option.same_as)
+        if known is None:
+            option.part = timed(self.pass_, self.made, self.where, option.make(None))
+            self.made_already[option.same_as or option.label.encode()] = option.part
+        else:
+            part = option.make(known.program)
+            option.part = dataclasses.replace(part, predicted_ns=known.predicted_ns)
 
     def settle(self, below_ns: float) -> None:
         """Simulates candidates until none left has a floor below the best time and `below_ns`."""
+        most = MOST_OWN if self.made.q_layout.ranks <= MANY_RANKS else MOST_OWN_OF_MANY
+        own = 0
         for option in sorted(self.options, key=lambda o: o.floor_ns):
             if option.floor_ns >= min(self.best_ns, below_ns):
                 return
-            if option.part is None:
+            if option.part is None and (option.rival or own < most):
+                own += not option.rival
                 self.simulate(option)
 
 
@@ -181,7 +192,8 @@ def best_passes(
             if case.least_ns < best_ns:
                 case.settle(best_ns)
                 best_ns = min(best_ns, case.best_ns)
-        for case in sorted(cases, key=lambda c: c.best_ns)[:SEARCHED_LAYOUTS]:
+        searched = SEARCHED_LAYOUTS if settings[0].q_layout.ranks <= MANY_RANKS else 1
+        for case in sorted(cases, key=lambda c: c.best_ns)[:searched]:
             if case.best_ns < np.inf:
                 _search(case, where, options)
         chosen = min(cases, key=lambda c: c.best_ns)
@@ -285,7 +297,8 @@ def _field(pass_: Pass, made: Setting, where: Where, options: TileOptions) -> _F
 
 def _own_assignments(pass_: Pass, made: Setting, options: TileOptions) -> Iterator[Assignment]:
     yield assign_rows(pass_, made, options)
-    yield from assign_structured(pass_, made, options, STARTS)
+    few = options.effort is Effort.INSTANT or made.q_layout.ranks > MANY_RANKS
+    yield from assign_structured(pass_, made, options, STARTS_OF_MANY if few else STARTS)
 
 
 def _name(groups: int, ranks: Sequence[int]) -> bytes:
@@ -309,7 +322,7 @@ def _own_option(
     return _Option(
         label,
         floor * 1e9,
-        lambda: own_pass(one.pass_, strategy, one.made, one.where, assignment),
+        lambda program: own_pass(one.pass_, strategy, one.made, one.where, assignment, program),
         rival=False,
         same_as=name,
         assignment=assignment,
@@ -327,9 +340,9 @@ def _rival_option(
     return _Option(
         rival.label,
         floors.of_rival(rival) * 1e9,
-        lambda: rival_pass(one.pass_, rival, made, one.where),
+        lambda program: rival_pass(one.pass_, rival, made, one.where, program),
         rival=True,
-        same_as=b"rival" + name if name else b"",
+        same_as=name,
     )
 
 
@@ -366,7 +379,7 @@ def _search(case: _Case, where: Where, options: TileOptions) -> None:
         floors = Floors(one.pass_, one.made, where.place.node_of, where.costs)
         best = min(own, key=lambda o: (o.part is None, o.known_ns)).assignment
         assert best is not None
-        if min(o.floor_ns for o in own) * MARGIN > one.best_ns:
+        if min(o.known_ns for o in own) > one.best_ns * HOPELESS:
             continue
         base = dataclasses.replace(options, effort=effort, head_groups=best.head_groups)
         variants = {"searched": base}
@@ -376,7 +389,7 @@ def _search(case: _Case, where: Where, options: TileOptions) -> None:
         for variant, choice in variants.items():
             assignment = assign_tiles(one.pass_, one.made, choice)
             name = _name(assignment.head_groups, assignment.ranks)
-            if any(o.same_as == name for o in one.options):
+            if any(o.same_as == name and not o.rival for o in one.options):
                 continue
             option = _own_option(one, floors, columns, assignment, name, f"tile {variant}")
             option = dataclasses.replace(option, assignment=None)

@@ -130,10 +130,13 @@ class Floors:
             start, stop = columns.head_start[away], columns.head_stop[away]
             if by_key:
                 start, stop = start // group, -(-stop // group)
-            parts = np.stack((ranks[away], chunk[away], start, stop))
-            parts = np.unique(parts, axis=1) if parts.shape[1] else parts
-            rank, piece, first, last = parts
-            pairs, message = np.unique(rank * len(owner) + piece, return_inverse=True)
+            # One number for (rank, chunk, head range): each is needed once.
+            most = self.made.problem.heads + 1
+            code = ((ranks[away] * len(owner) + chunk[away]) * most + start) * most + stop
+            code = np.unique(code)
+            code, last = np.divmod(code, most)
+            code, first = np.divmod(code, most)
+            pairs, message = np.unique(code, return_inverse=True)
             heads = np.bincount(message, weights=last - first, minlength=len(pairs))
             there, moved = pairs // len(owner), pairs % len(owner)
             home = owner[moved]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ultraattn.cluster import Cluster
@@ -17,7 +16,7 @@ from ultraattn.planning.tiling import Effort
 from ultraattn.plans.account import account
 from ultraattn.plans.check import Pass
 from ultraattn.plans.plan import Bounds, PassPlan, Place
-from ultraattn.plans.program import Block
+from ultraattn.plans.program import Program
 from ultraattn.simulation import simulate_pass
 from ultraattn.strategies import NAMES as RIVALS
 from ultraattn.strategies import Strategy, by_name
@@ -60,10 +59,15 @@ def plan_pass(
 
 
 def own_pass(
-    pass_: Pass, name: str, made: Setting, where: Where, assignment: Assignment
+    pass_: Pass,
+    name: str,
+    made: Setting,
+    where: Where,
+    assignment: Assignment,
+    program: Program | None = None,
 ) -> PassPlan:
-    """A pass of this system: blocks on ranks, by direct transfers."""
-    program = build_program(
+    """A pass of this system: blocks on ranks, by direct transfers; `program` where it is known."""
+    program = program or build_program(
         pass_,
         made.problem,
         made.q_layout,
@@ -80,9 +84,9 @@ def rival_pass(
     rival: Strategy,
     made: Setting,
     where: Where,
-    blocks: Sequence[Block] | None = None,
+    program: Program | None = None,
 ) -> PassPlan:
-    """A rival's pass, whose volume `with_volume` adds.
+    """A rival's pass, whose volume `with_volume` adds; `program` where it is known.
 
     Raises:
         InputError: the rival cannot serve the shape; says what would fit.
@@ -92,10 +96,15 @@ def rival_pass(
     if refusal is not None:
         raise InputError(refusal)
     groups = rival.head_groups(made.problem, ranks)
-    if blocks is None:
-        blocks = blocks_of(made.grid, made.problem.heads, groups)
-    node_of = where.place.node_of
-    program = rival.build(pass_, made.problem, made.q_layout, made.kv_layout, node_of, blocks)
+    if program is None:
+        program = rival.build(
+            pass_,
+            made.problem,
+            made.q_layout,
+            made.kv_layout,
+            where.place.node_of,
+            blocks_of(made.grid, made.problem.heads, groups),
+        )
     return PassPlan(rival.label, groups, Bounds(0.0, 0.0, proved=False), (), program)
 
 

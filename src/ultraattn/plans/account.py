@@ -105,9 +105,7 @@ def collective_moves(values: Mapping[int, Value], task: Collective) -> list[tupl
     moved is the part.
     """
     moves = []
-    by_chunk: dict[tuple[Tensor, int], list[int]] = defaultdict(list)
-    for read in task.reads:
-        by_chunk[values[read].tensor, values[read].chunk].append(read)
+    by_chunk = reads_by_chunk(values, task.reads)
     for number in task.writes:
         target = values[number]
         reads = by_chunk[target.tensor, target.chunk]
@@ -122,6 +120,27 @@ def collective_moves(values: Mapping[int, Value], task: Collective) -> list[tupl
         if target.rank not in holders:
             moves.append((holders[0], target.rank, number))
     return moves
+
+
+def reads_by_chunk(
+    values: Mapping[int, Value] | Sequence[Value], reads: Iterable[int]
+) -> defaultdict[tuple[Tensor, int], list[int]]:
+    """The values of `reads` by what they hold rows of: a copy or a sum looks among these alone."""
+    found: defaultdict[tuple[Tensor, int], list[int]] = defaultdict(list)
+    for read in reads:
+        found[values[read].tensor, values[read].chunk].append(read)
+    return found
+
+
+def parts_by_target(values: Mapping[int, Value], task: Collective) -> dict[int, list[int]]:
+    """`parts_of` every value that a reduce-scatter writes."""
+    by_chunk = reads_by_chunk(values, task.reads)
+    return {
+        number: _same_extent(
+            values, by_chunk[values[number].tensor, values[number].chunk], values[number]
+        )
+        for number in task.writes
+    }
 
 
 def parts_of(values: Mapping[int, Value], task: Collective, target: Value) -> list[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ultraattn.plans.account import parts_of
+from collections import Counter
+
+from ultraattn.plans.account import parts_by_target, reads_by_chunk
 from ultraattn.plans.check.facts import Facts, is_scatter
 from ultraattn.plans.program import Collective, Compute, Local, LocalOp, Merge, Task, Transfer
 from ultraattn.plans.tensors import Tensor
@@ -79,22 +81,24 @@ def _both_ends_of_collective(facts: Facts, task: Collective) -> None:
         _copies(facts, task)
         return
     values = dict(enumerate(facts.values))
-    into = [part for number in task.writes for part in parts_of(values, task, values[number])]
+    into = Counter(part for parts in parts_by_target(values, task).values() for part in parts)
     for number in task.reads:
-        if into.count(number) != 1:
+        if into[number] != 1:
             raise facts.fail(
                 "both ends",
                 f"{facts.name(task.index)} must scatter {values[number].place()} to exactly one "
-                f"of its targets, not {into.count(number)}: parts have the extent of their target",
+                f"of its targets, not {into[number]}: parts have the extent of their target",
             )
 
 
 def _copies(facts: Facts, task: Task) -> None:
     """Every value written is part of one that is read, and none is read for nobody."""
     used: set[int] = set()
+    by_chunk = reads_by_chunk(facts.values, task.reads)
     for number in task.writes:
         value = facts.values[number]
-        sources = [read for read in task.reads if facts.values[read].holds(value)]
+        reads = by_chunk[value.tensor, value.chunk]
+        sources = [read for read in reads if facts.values[read].holds(value)]
         if not sources:
             raise facts.fail(
                 "both ends",
