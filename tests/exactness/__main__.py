@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import random
 import sys
 import time
 from pathlib import Path
@@ -30,12 +31,15 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=Path("out/exactness.jsonl"))
     parser.add_argument("--only", default="", help="run the cases whose name holds this text")
     parser.add_argument("--minutes", type=float, default=0, help="stop after so long; 0: never")
+    parser.add_argument("--shuffle", type=int, help="take cases in the random order of this seed")
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.results.parent.mkdir(parents=True, exist_ok=True)
     known = read(options.results)
     cases = [case for case in whole() if options.only in case.key]
     todo = [case for case in cases if case.key not in known]
+    if options.shuffle is not None:
+        random.Random(options.shuffle).shuffle(todo)
     end = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
     pools: dict[int, LocalRanks] = {}
 
