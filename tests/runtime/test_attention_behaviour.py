@@ -295,6 +295,18 @@ def test_the_workspace_does_not_grow_and_lends_nothing_between_calls(local_ranks
         assert lent == 0
 
 
+def test_the_workspace_lets_go_of_what_a_plan_that_is_gone_had(local_ranks):
+    big, small = make_plan(seqlen=1200), make_plan()
+    for held_big, held_small in local_ranks(3).run(workers.one_after_another, big, small):
+        assert 0 < held_small < held_big / 10
+
+
+def test_a_dispatch_mode_sees_the_operators(local_ranks):
+    for names, same in local_ranks(3).run(workers.seen_by_a_mode, make_plan()):
+        assert names == ["ultraattn::attention", "ultraattn::attention_backward"]
+        assert same
+
+
 def test_tasks_run_in_the_order_of_the_plan(local_ranks):
     plan = make_plan(masks.streaming(), ranks=4, seqlen=64)
     for rank, ran in enumerate(local_ranks(4).run(workers.traced, plan)):

@@ -217,6 +217,39 @@ def many_calls(rank: int, plan: Plan, calls: int):
     return held, workspace.bytes_lent
 
 
+def one_after_another(rank: int, big: Plan, small: Plan):
+    """Workspace bytes held after a module of a big plan was used, and after one of a small plan."""
+    workspace = session_of(torch.distributed.group.WORLD).workspace
+    held = []
+    for plan in (big, small):
+        attention = make(plan)
+        q, k, v, dout = leaves(plan, rank)
+        torch.autograd.grad(attention(q, k, v), (q, k, v), dout)
+        del attention
+        held.append(workspace.bytes_held)
+    return held
+
+
+def seen_by_a_mode(rank: int, plan: Plan):
+    """The operators that a dispatch mode sees in both passes; none look on in a plain call."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    names = []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    attention = make(plan)
+    q, k, v, dout = leaves(plan, rank)
+    with Seeing():
+        seen = torch.autograd.grad(attention(q, k, v), (q, k, v), dout)
+    plain = torch.autograd.grad(attention(q, k, v), (q, k, v), dout)
+    same = all(torch.equal(a, b) for a, b in zip(seen, plain, strict=True))
+    return [name for name in names if name.startswith("ultraattn::")], same
+
+
 def traced(rank: int, plan: Plan):
     """(pass, task) in the order in which they ran."""
     attention = make(plan)

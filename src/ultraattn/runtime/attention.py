@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,11 +109,12 @@ class Attention(torch.nn.Module):
                 "transport='symmetric', or leave graph out"
             )
         wanted = device.type == "cuda" and capturable if graph is None else graph
-        self._replays = (
-            Replays(self._run_tasks, device, self._session.transport) if wanted else None
-        )
+        run = weakref.WeakMethod(self._run_tasks)  # no cycle: graphs go when the module does
+        self._replays = Replays(run, device, self._session.transport) if wanted else None
+        self._session.workspace.trim()
         self._session.agree("plan", plan.digest, timeout_s)
         self._handle = operators.register(self)
+        self._checked: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attention:
         """Itself: it has no parameters, and ranks would have to agree on a copy anew."""
@@ -164,11 +166,16 @@ class Attention(torch.nn.Module):
             hint = HINTS.get(name, "it is unknown; expected query, key, value and return_lse")
             raise InputError(f"argument {name!r} of Attention: {hint}")
         self._check(query, key, value)
-        out, lse = operators.attention(query, key, value, self._handle)
+        out, lse = operators.attend(query, key, value, self._handle)
         return (out, lse) if return_lse else out
 
     def _check(self, query: Array, key: Array, value: Array) -> None:
         e = self._expected
+        seen = (query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype)
+        places = (query.device, key.device, value.device)
+        tracing = torch.compiler.is_compiling()
+        if not tracing and (seen, places) == self._checked:
+            return
         for name, tensor, shape in (
             ("query", query, e.query),
             ("key", key, e.key),
@@ -195,6 +202,8 @@ class Attention(torch.nn.Module):
                     f"{name} on device {tensor.device}: the group's transport serves {e.device}; "
                     "move it there, or use a group for its device"
                 )
+        if not tracing:
+            self._checked = seen, places
 
     # Called by the operators, on real tensors.
 
@@ -259,6 +268,7 @@ class Attention(torch.nn.Module):
 
     def _run_on(self, session: Session, pass_: Pass, own: dict[Tensor, Array], batch: int) -> None:
         session.transport.begin()
+        session.workspace.user = weakref.ref(self)
         with torch.no_grad():
             Execution(
                 session,

@@ -52,14 +52,16 @@ class Replays:
     is allocated alike in every step) gets a graph of its own that reads and writes them there.
 
     Args:
-        run: runs a pass on the current stream, on the tensors that it is given. What it allocates
-            besides must live as long as this does.
+        run: gives what runs a pass on the current stream, on the tensors that it is given, for as
+            long as its owner lives. What it allocates besides must live as long as this does.
         device: the CUDA device.
         transport: counts a replay's bytes, as it counts those of a run.
     """
 
-    def __init__(self, run: Run, device: torch.device, transport: Transport) -> None:
-        self._run = run
+    def __init__(
+        self, run: Callable[[], Run | None], device: torch.device, transport: Transport
+    ) -> None:
+        self._run_of = run
         self._transport = transport
         self._device = device
         self._captured: dict[Key, _Captured] = {}
@@ -95,6 +97,11 @@ class Replays:
         self._done.record(here)
         self._transport.bytes_sent += found.bytes_sent
         self._transport.bytes_received += found.bytes_received
+
+    def _run(self, pass_: Pass, own: dict[Tensor, Array], batch: int) -> None:
+        run = self._run_of()
+        assert run is not None  # the owner is in a call
+        run(pass_, own, batch)
 
     def _directly(self, key: Key, own: dict[Tensor, Array]) -> _Captured | None:
         """The graph of the tensors where they stand, once they were seen there often enough."""

@@ -1,7 +1,8 @@
 """Registers distributed attention as torch operators, so that autograd and compile know it.
 
 An operator takes tensors and plain numbers only, so a module is named by a number: `register`
-gives one, and the module is found again by it for as long as it lives.
+gives one, and the module is found again by it for as long as it lives. Where nothing traces, a
+call goes round the operator's dispatch (`attend`), which costs the host more than a graph's launch.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ultraattn.errors import InputError
 
@@ -127,3 +129,48 @@ def _backward(
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+    """As `attention`, without an operator's dispatch where nobody needs to see the operator."""
+    if not _plain(query, key, value):
+        found: tuple[Tensor, Tensor] = attention(query, key, value, handle)
+        return found
+    if torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+    ):
+        out, lse = _Attend.apply(query, key, value, handle)  # type: ignore[no-untyped-call]
+        return out, lse
+    return _runner(handle).run_forward(query, key, value)
+
+
+def _plain(*tensors: Tensor) -> bool:
+    """Whether the tensors are real and no mode, compiler or function transform looks on."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+class _Attend(torch.autograd.Function):
+    """`attention` as a function of autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, handle: int
+    ) -> tuple[Tensor, Tensor]:
+        found = _runner(handle).run_forward(query, key, value)
+        _setup_context(ctx, (query, key, value, handle), found)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        query, key, value, out, lse = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        return *_runner(ctx.handle).run_backward(dout, dlse, query, key, value, out, lse), None

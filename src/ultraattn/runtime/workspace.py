@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +24,18 @@ class Lease:
 class Workspace:
     """Flat byte buffers of one device, shared by all plans of a group.
 
-    It holds nothing between calls: what a buffer contains when it is borrowed is undefined.
+    It holds nothing between calls: what a buffer contains when it is borrowed is undefined. But
+    captured graphs read and write where they did when they were captured, so a buffer stays for as
+    long as one of its users lives.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: list[tuple[int, int, Tensor]] = []
         self._made = 0
+        self._users: dict[int, weakref.WeakSet[Any]] = {}
+        self.user: weakref.ref[Any] | None = None
+        """Who borrows from now on."""
         self.bytes_held = 0
         self.bytes_lent = 0
 
@@ -42,6 +49,9 @@ class Workspace:
             whole = torch.empty(capacity, dtype=torch.uint8, device=self._device)
             self.bytes_held += capacity
         self.bytes_lent += whole.numel()
+        user = None if self.user is None else self.user()
+        if user is not None:
+            self._users.setdefault(id(whole), weakref.WeakSet()).add(user)
         return Lease(whole[:size], whole)
 
     def give_back(self, lease: Lease) -> None:
@@ -52,10 +62,18 @@ class Workspace:
 
     def forget(self, lease: Lease) -> None:
         """Lets a borrowed buffer go for good: something outside may still write to it."""
+        self._users.pop(id(lease.whole), None)
         self.bytes_lent -= lease.whole.numel()
         self.bytes_held -= lease.whole.numel()
 
-    def clear(self) -> None:
-        """Frees the buffers that nobody borrows."""
-        self.bytes_held -= sum(size for size, _, _ in self._free)
-        self._free.clear()
+    def trim(self) -> None:
+        """Frees the buffers that nobody borrows and whose users are gone; waits for the device."""
+        gone = [x for x in self._free if not self._users.get(id(x[2]))]
+        if not gone:
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        for size, _, whole in gone:
+            self._users.pop(id(whole), None)
+            self.bytes_held -= size
+        self._free = [x for x in self._free if id(x[2]) in self._users]
