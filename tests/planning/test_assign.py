@@ -160,3 +160,17 @@ def test_the_degree_grows_until_blocks_can_be_level() -> None:
     star = planned(ua.masks.star(), effort="instant")
     assert len(star.layout.chunks) > 8
     assert len(planned(ua.masks.full(), effort="instant").layout.chunks) == 8
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [ua.masks.global_local(), ua.masks.star(), ua.masks.document([700, 1300, 96, 2000, 4096])],
+    ids=str,
+)
+def test_the_degree_grows_until_little_work_is_partial(mask: ua.masks.Mask) -> None:
+    plan = planned(mask, ranks=2, effort="instant")
+    blocks = plan.forward.program.blocks
+    partial = blocks.weight[blocks.kind == ua.masks.BlockKind.PARTIAL.code].sum()
+    assert partial <= plan.problem.visible_pairs / 8
+    coarse = planned(mask, ranks=2, effort="instant", chunks=2).forward.program.blocks
+    assert coarse.weight[coarse.kind == ua.masks.BlockKind.PARTIAL.code].sum() > partial

@@ -10,7 +10,7 @@ import numpy as np
 
 from ultraattn.chunks import Ints
 from ultraattn.errors import InputError
-from ultraattn.masks import Grid, Mask
+from ultraattn.masks import BlockKind, Grid, Mask
 from ultraattn.planning.degree import DEFAULT_ETA, imbalance
 from ultraattn.planning.layout import LayoutName, layout_by_name
 from ultraattn.plans.layout import Layout
@@ -19,6 +19,14 @@ from ultraattn.plans.storage import canonical
 
 MOST_CHUNKS = 128
 """The default partition degree grows no further (a layout's least degree is always allowed)."""
+
+
+FACTORS = (1, 2, 4, 8, 16)
+FEW_CHUNKS = 32
+"""The last factor serves few ranks only."""
+
+MOST_PARTIAL = Fraction(1, 8)
+"""The share of the work that may lie in PARTIAL blocks before a finer degree is tried."""
 
 
 @dataclass(frozen=True)
@@ -98,25 +106,36 @@ def default_layout(
 
 
 def at_level_degree(make: Callable[[int | None], Setting], eta: Fraction = DEFAULT_ETA) -> Setting:
-    """The setting at the smallest partition degree that can be level (design, Partition degree).
+    """The setting at the smallest partition degree that serves (design, Partition degree).
 
     `make` gives the setting for a number of chunks, or for the layout's least where None. A degree
-    is taken when whole blocks can be level to within `eta` (U(P)), or row owners already are.
+    serves when whole blocks can be level to within `eta` (U(P)), or row owners already are, and
+    when little of the work lies in PARTIAL blocks, which the fast kernels do not take: on two
+    H200s, documents in two chunks took five times the ideal. Where none serves, the degree with
+    the least of both is taken.
     """
-    first = best = make(None)
+    first = make(None)
     least = max(1, len(first.q_layout.chunks))
-    best_uneven: Fraction | None = None
-    for factor in (1, 2, 4, 8):
+    tried = []
+    for factor in FACTORS:
         degree = least * factor
-        if factor > 1 and degree > MOST_CHUNKS:
+        if factor > 1 and degree > (MOST_CHUNKS if factor <= 8 else FEW_CHUNKS):
             break
         made = first if factor == 1 else make(degree)
-        uneven = min(_uneven(made), _uneven_rows(made))
-        if best_uneven is None or uneven < best_uneven:
-            best, best_uneven = made, uneven
-        if uneven <= eta:
+        uneven = max(min(_uneven(made), _uneven_rows(made)) - eta, Fraction(0))
+        partial = max(_partial_share(made) - MOST_PARTIAL, Fraction(0))
+        if not uneven and not partial:
             return made
-    return best
+        tried.append((uneven + partial, len(tried), made))
+    return min(tried, key=lambda each: each[:2])[2]
+
+
+def _partial_share(made: Setting) -> Fraction:
+    """The share of the visible pairs that lies in PARTIAL blocks."""
+    weights = made.grid.weights[0]
+    total = int(weights.sum())
+    partial = int(weights[made.grid.kinds[0] == BlockKind.PARTIAL.code].sum())
+    return Fraction(partial, total) if total else Fraction(0)
 
 
 def _uneven(made: Setting) -> Fraction:
