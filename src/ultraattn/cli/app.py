@@ -213,6 +213,41 @@ def simulate(options: PlanOptions, as_json: JsonOption = False) -> None:
         console.print(note, markup=False, soft_wrap=True)
 
 
+@app.command()
+def profile(
+    ranks: Annotated[int, typer.Option(help="Local processes, as in the runs to come.")] = 2,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The cluster's file.")] = Path(
+        "cluster.json"
+    ),
+    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer and smaller shapes: seconds, for a first look.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure this machine, for --cluster FILE.
+
+    Starts local processes and times kernels (forward and backward, by size), messages over gloo by
+    bytes, merges, transfers beside kernels, and how ranks share cores. Takes a minute or two; best
+    on an idle machine.
+
+    Examples:
+
+        ultraattn profile --ranks 4 --out here.json
+        ultraattn simulate --cluster here.json --ranks 4
+    """
+    from ultraattn.cli.measure import measure, profile_facts, profile_tables
+
+    found = measure(ranks, out, seed, quick, Steps(Console(stderr=True)))
+    if as_json:
+        _print_json(profile_facts(found, out))
+        return
+    console = Console(highlight=False)
+    for part in profile_tables(found):
+        console.print(part)
+    console.print(f"saved as {out}: pass --cluster {out}", soft_wrap=True)
+
+
 def _save(made: Plan, out: Path | None) -> None:
     if out is not None:
         from ultraattn.cli.run import save

@@ -157,9 +157,18 @@ class _Case:
         return min(times.values(), default=np.inf)
 
 
-def best_passes(
-    settings: Sequence[Setting], where: Where, options: TileOptions
-) -> tuple[Setting, PassPlan, PassPlan]:
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """The layout and both passes that were chosen."""
+
+    made: Setting
+    forward: PassPlan
+    backward: PassPlan
+    least_rival_ns: float
+    """No rival takes less over any of the layouts, both passes together."""
+
+
+def best_passes(settings: Sequence[Setting], where: Where, options: TileOptions) -> Choice:
     """The layout and the two passes of least simulated time; their notes say what was considered.
 
     Args:
@@ -197,13 +206,14 @@ def best_passes(
             if case.best_ns < np.inf:
                 _search(case, where, options)
         chosen = min(cases, key=lambda c: c.best_ns)
-    picked = _picked(chosen, min(case.least_rival_ns() for case in cases))
+    least_rival_ns = min(case.least_rival_ns() for case in cases)
+    picked = _picked(chosen, least_rival_ns)
     others = [case for case in cases if case is not chosen]
     parts = [
         _finished(one, option, others, options)
         for one, option in zip(chosen.fields, picked, strict=True)
     ]
-    return chosen.made, parts[0], parts[1]
+    return Choice(chosen.made, parts[0], parts[1], least_rival_ns)
 
 
 def _picked(case: _Case, least_rival_ns: float) -> list[_Option]:

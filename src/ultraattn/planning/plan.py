@@ -105,7 +105,8 @@ def plan(
     candidates = settings(mask, shape, cluster, strategy, layout, kv_layout, chunks, options)
     where = Where.of(cluster)
     if strategy == "auto":
-        made, forward, backward = best_passes(candidates, where, options)
+        choice = best_passes(candidates, where, options)
+        made, forward, backward = choice.made, choice.forward, choice.backward
     else:
         made = most_promising(candidates, options)
         forward, backward = (plan_pass(pass_, strategy, made, where, options) for pass_ in Pass)
