@@ -116,7 +116,7 @@ def at_level_degree(make: Callable[[int | None], Setting], eta: Fraction = DEFAU
     """
     first = make(None)
     least = max(1, len(first.q_layout.chunks))
-    tried = []
+    tried: list[tuple[Fraction, int, Setting]] = []
     for factor in FACTORS:
         degree = least * factor
         if factor > 1 and degree > (MOST_CHUNKS if factor <= 8 else FEW_CHUNKS):
