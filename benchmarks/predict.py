@@ -101,7 +101,8 @@ def cells(problem: Problem, effort: str) -> Iterator[dict[str, Any]]:
             "chosen": [part.strategy for part in parts.values()],
             "layout": choice.made.q_layout.name, "chunks": len(choice.made.q_layout.chunks),
             "forward_s": times[0], "backward_s": times[1], "time_s": sum(times),
-            "rival_s": choice.least_rival_ns / 1e9, "bound_s": sum(bounds),
+            "rival": choice.least_rival, "rival_s": choice.least_rival_ns / 1e9,
+            "bound_s": sum(bounds),
             "planning_cpu_s": round(time.process_time() - begin, 3),
         }  # fmt: skip
 
@@ -129,6 +130,9 @@ def report(found: list[dict[str, Any]]) -> dict[str, Any]:
     faster = [c for c in sparse if c["time_s"] < c["rival_s"]]
     over = [c["time_s"] / c["bound_s"] for c in found if c["bound_s"]]
     gain = [c["rival_s"] / c["time_s"] for c in sparse]
+    # A mesh of one column is rows by direct transfers, which this system plans too.
+    level = [c for c in sparse if c["time_s"] == c["rival_s"]]
+    rows = [c for c in level if c["rival"] == f"mesh:{c['ranks']}x1"]
     losing = [key(c) for c in found if c["time_s"] > c["rival_s"] * (1 + 1e-9)]
     by_ranks = {
         n: {
@@ -147,6 +151,8 @@ def report(found: list[dict[str, Any]]) -> dict[str, Any]:
         "of": len(problems()) * len(PRESETS),
         "sparse_cells": len(sparse),
         "sparse_strictly_faster": round(len(faster) / len(sparse), 3) if sparse else None,
+        "sparse_level": round(len(level) / len(sparse), 3) if sparse else None,
+        "sparse_level_with_rows": round(len(rows) / len(sparse), 3) if sparse else None,
         "sparse_over_rival_median": round(statistics.median(gain), 3) if gain else None,
         "sparse_over_rival_least": round(min(gain), 4) if gain else None,
         "over_bound_median": round(statistics.median(over), 3) if over else None,

@@ -147,14 +147,14 @@ class _Case:
             others = sum(f.least_ns for i, f in enumerate(self.fields) if i != at)
             one.settle(below_ns - others)
 
-    def least_rival_ns(self) -> float:
-        """No rival takes less over this layout, both passes together."""
+    def least_rival(self) -> tuple[float, str]:
+        """No rival takes less over this layout, both passes together; nanoseconds, and whose."""
         times: dict[str, float] = {}
         for one in self.fields:
             for option in one.options:
                 if option.rival:
                     times[option.label] = times.get(option.label, 0.0) + option.known_ns
-        return min(times.values(), default=np.inf)
+        return min(((time, label) for label, time in times.items()), default=(np.inf, ""))
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +166,8 @@ class Choice:
     backward: PassPlan
     least_rival_ns: float
     """No rival takes less over any of the layouts, both passes together."""
+    least_rival: str
+    """Whose time, or floor, that is."""
 
 
 def best_passes(settings: Sequence[Setting], where: Where, options: TileOptions) -> Choice:
@@ -206,14 +208,14 @@ def best_passes(settings: Sequence[Setting], where: Where, options: TileOptions)
             if case.best_ns < np.inf:
                 _search(case, where, options)
         chosen = min(cases, key=lambda c: c.best_ns)
-    least_rival_ns = min(case.least_rival_ns() for case in cases)
+    least_rival_ns, whose = min(case.least_rival() for case in cases)
     picked = _picked(chosen, least_rival_ns)
     others = [case for case in cases if case is not chosen]
     parts = [
         _finished(one, option, others, options)
         for one, option in zip(chosen.fields, picked, strict=True)
     ]
-    return Choice(chosen.made, parts[0], parts[1], least_rival_ns)
+    return Choice(chosen.made, parts[0], parts[1], least_rival_ns, whose)
 
 
 def _picked(case: _Case, least_rival_ns: float) -> list[_Option]:
