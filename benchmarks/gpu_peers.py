@@ -391,7 +391,7 @@ class Bench:
 
     def sparse(self) -> Iterator[dict[str, Any]]:
         """Sparse cells beside FlexAttention context parallel, the most valuable first."""
-        for tokens, heads in ((65536, 32), (16384, 32), (16384, 8), (65536, 8)):
+        for tokens, heads in ((16384, 32), (16384, 8), (65536, 32), (65536, 8)):
             packed = documents(tokens)
             masks = {
                 "window": ua.masks.sliding_window(4096),
