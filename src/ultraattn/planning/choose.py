@@ -44,7 +44,7 @@ from ultraattn.strategies.mesh import mesh_ranks
 
 TIE = 0.01
 """Simulated times within 1 % of the best count as equal (issue "Predict and choose")."""
-STARTS, STARTS_OF_MANY = 8, 4
+STARTS, STARTS_OF_MANY, STARTS_INSTANT = 8, 4, 2
 """Structured assignments of each number of head ranges that get a floor; fewer over many ranks,
 and at effort instant."""
 MOST_OWN, MOST_OWN_OF_MANY, MANY_RANKS = 8, 3, 16
@@ -303,14 +303,18 @@ def _field(pass_: Pass, made: Setting, where: Where, options: TileOptions) -> _F
             seen.add(name)
             one.options.append(_own_option(one, floors, columns, assignment, name))
     for rival in _rivals(made, len(set(where.place.node_of))):
-        one.options.append(_rival_option(one, floors, rival, first))
+        # Meshes are among this system's own structured assignments.
+        if options.effort is not Effort.INSTANT or rival.name != "mesh":
+            one.options.append(_rival_option(one, floors, rival, first))
     return one
 
 
 def _own_assignments(pass_: Pass, made: Setting, options: TileOptions) -> Iterator[Assignment]:
     yield assign_rows(pass_, made, options)
-    few = options.effort is Effort.INSTANT or made.q_layout.ranks > MANY_RANKS
-    yield from assign_structured(pass_, made, options, STARTS_OF_MANY if few else STARTS)
+    most = STARTS_OF_MANY if made.q_layout.ranks > MANY_RANKS else STARTS
+    if options.effort is Effort.INSTANT:
+        most = STARTS_INSTANT
+    yield from assign_structured(pass_, made, options, most)
 
 
 def _name(groups: int, ranks: Sequence[int]) -> bytes:

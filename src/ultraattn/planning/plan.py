@@ -165,6 +165,8 @@ def settings(
     if strategy == "auto" and chunks is None:
         # What rivals keep to: a rival as its authors run it is never faster than the choice.
         names = {rival.layout for rival in RIVALS.values()}
+        if options.effort is Effort.INSTANT:
+            names -= {LayoutName.STRIPED}
         found += [make(name, None) for name in sorted(names)]
     if options.effort in (Effort.NORMAL, Effort.BEST) and shape.q_len == shape.kv_len:
         first = found[0]
