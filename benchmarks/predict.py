@@ -127,7 +127,9 @@ def key(cell: dict[str, Any]) -> tuple[Any, ...]:
 def report(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Shares and medians over the cells that are there."""
     sparse = [c for c in found if c["mask"] not in DENSE]
-    faster = [c for c in sparse if c["time_s"] < c["rival_s"]]
+    # By more than 0.01 %: sums of rounded times differ by less.
+    faster = [c for c in sparse if c["time_s"] * 1.0001 < c["rival_s"]]
+    clearly = [c for c in sparse if c["time_s"] * 1.01 < c["rival_s"]]
     over = [c["time_s"] / c["bound_s"] for c in found if c["bound_s"]]
     gain = [c["rival_s"] / c["time_s"] for c in sparse]
     # A mesh of one column is rows by direct transfers, which this system plans too.
@@ -151,6 +153,7 @@ def report(found: list[dict[str, Any]]) -> dict[str, Any]:
         "of": len(problems()) * len(PRESETS),
         "sparse_cells": len(sparse),
         "sparse_strictly_faster": round(len(faster) / len(sparse), 3) if sparse else None,
+        "sparse_faster_by_1_percent": round(len(clearly) / len(sparse), 3) if sparse else None,
         "sparse_level": round(len(level) / len(sparse), 3) if sparse else None,
         "sparse_level_with_rows": round(len(rows) / len(sparse), 3) if sparse else None,
         "sparse_over_rival_median": round(statistics.median(gain), 3) if gain else None,
