@@ -31,7 +31,7 @@ from ultraattn.planning.assign import (
     bounded,
 )
 from ultraattn.planning.floors import Columns, Floors
-from ultraattn.planning.passes import Where, own_pass, rival_pass, timed, with_volume
+from ultraattn.planning.passes import Where, arranged, own_pass, rival_pass, timed, with_volume
 from ultraattn.planning.setting import Setting
 from ultraattn.planning.tiling import Effort
 from ultraattn.plans.account import account
@@ -246,6 +246,7 @@ def _finished(
     elif option.assignment is not None and options.effort is not Effort.INSTANT:
         known = bounded(one.pass_, one.made, options, option.assignment)
         part = dataclasses.replace(part, bounds=known)
+        part = arranged(one.pass_, one.made, one.where, part, option.assignment, options.effort)
     notes = [*part.notes, *_report(one, others), *_refused(one.made)]
     return dataclasses.replace(part, notes=tuple(notes))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ultraattn.cluster import Cluster
 from ultraattn.cluster.costs import Costs
 from ultraattn.errors import InputError
+from ultraattn.planning.arrange import Arranger
 from ultraattn.planning.assign import Assignment, TileOptions, assign_rows, assign_tiles
 from ultraattn.planning.blocks import blocks_of
 from ultraattn.planning.graph import build_program
@@ -50,8 +51,13 @@ def plan_pass(
     """
     if strategy in ("tile", "rows"):
         assign = assign_tiles if strategy == "tile" else assign_rows
-        own = own_pass(pass_, strategy, made, where, assign(pass_, made, options))
-        return own if options.effort is Effort.INSTANT else timed(pass_, made, where, own)
+        assignment = assign(pass_, made, options)
+        own = own_pass(pass_, strategy, made, where, assignment)
+        if options.effort is Effort.INSTANT:
+            return own
+        if strategy == "rows":
+            return timed(pass_, made, where, own)
+        return arranged(pass_, made, where, own, assignment, options.effort)
     if strategy.partition(":")[0] not in RIVALS:
         raise InputError(f"strategy {strategy!r}: expected one of {', '.join(STRATEGIES)}")
     part = rival_pass(pass_, by_name(strategy), made, where)
@@ -106,6 +112,34 @@ def rival_pass(
             blocks_of(made.grid, made.problem.heads, groups),
         )
     return PassPlan(rival.label, groups, Bounds(0.0, 0.0, proved=False), (), program)
+
+
+def arranged(
+    pass_: Pass,
+    made: Setting,
+    where: Where,
+    part: PassPlan,
+    assignment: Assignment,
+    effort: Effort,
+) -> PassPlan:
+    """A pass of this system with the launches and the order of least simulated time."""
+    if where.costs is None:
+        return part
+    arranger = Arranger(
+        pass_,
+        made.problem,
+        made.q_layout,
+        made.kv_layout,
+        where.place.node_of,
+        where.costs,
+    )
+    best = arranger.best(assignment.blocks, assignment.ranks, part.program, effort)
+    return dataclasses.replace(
+        part,
+        program=best.program,
+        predicted_ns=best.time_ns,
+        notes=(*part.notes, *best.notes),
+    )
 
 
 def with_volume(made: Setting, where: Where, part: PassPlan) -> PassPlan:
