@@ -1,1 +1,0 @@
-"""Measures this machine into a cluster: plans and runs small problems over local ranks."""
