@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -335,3 +337,12 @@ def test_the_error_does_not_grow_with_the_number_of_merges(local_ranks, chunks):
 def test_large_logits_do_not_overflow(local_ranks):
     plan = make_plan(scale=60.0, ranks=4)
     assert_right(plan, local_ranks(4).run(workers.once, plan, 2))
+
+
+def test_an_unsound_plan_fails_on_every_rank(local_ranks) -> None:
+    """An instant plan is not checked when it is made, so it is before it runs."""
+    plan = make_plan(ranks=2, effort="instant")
+    problem = dataclasses.replace(plan.problem, visible_pairs=plan.problem.visible_pairs + 1)
+    lost = dataclasses.replace(plan, problem=problem)  # As if a block had been lost.
+    results = local_ranks(2).attempt(workers.once, lost, 1)
+    assert [result.kind for result in results] == ["PlanError", "PlanError"]

@@ -24,7 +24,7 @@ def measure(ranks: int, out: Path, seed: int, quick: bool, steps: Steps) -> Clus
     if not out.parent.is_dir():
         raise InputError(f"--out {out}: no folder {out.parent}; name a file in one that exists")
     with steps.step("import torch"):
-        from ultraattn.runtime.profile import Amount, profile
+        from ultraattn.profiling.profile import Amount, profile
     small = Amount(
         sides=(16, 64), heads=(1, 2), bytes_=(256, 65536), merge_rows=(16, 512), repeats=3,
         budget_s=0.002,

@@ -7,6 +7,7 @@ the cell is at most the query's.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,9 +32,9 @@ def cell_edges(length: int, cells: int) -> Ints:
 class CellMask(Mask):
     """A mask given by `cell_table`; square tables need equal lengths."""
 
+    @abstractmethod
     def table(self) -> npt.NDArray[np.int8]:
         """`CellKind.code` of each (query cell, key cell): int8, may be rectangular."""
-        raise NotImplementedError
 
     def params(self) -> dict[str, JSON]:
         # The factories call it `grid`, which is a method here.

@@ -110,9 +110,9 @@ def at_level_degree(make: Callable[[int | None], Setting], eta: Fraction = DEFAU
 
     `make` gives the setting for a number of chunks, or for the layout's least where None. A degree
     serves when whole blocks can be level to within `eta` (U(P)), or row owners already are, and
-    when little of the work lies in PARTIAL blocks, which the fast kernels do not take: on two
-    H200s, documents in two chunks took five times the ideal. Where none serves, the degree with
-    the least of both is taken.
+    when little of the work lies in PARTIAL blocks, which the fast kernels do not take: on an
+    H200 the kernel that does runs at a third of cuDNN's rate (benchmarks/results/gpu_kernels.json).
+    Where none serves, the degree with the least of both is taken.
     """
     first = make(None)
     least = max(1, len(first.q_layout.chunks))

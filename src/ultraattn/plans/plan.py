@@ -165,6 +165,11 @@ class Plan(ByContent):
         Raises:
             PlanError: names the rule that is broken, and the task, value or block.
         """
+        _ = self._sound
+
+    @cached_property
+    def _sound(self) -> bool:
+        """True; worked out once, since a plan does not change."""
         for layout in (self.q_layout, self.kv_layout):
             if layout.ranks != self.ranks:
                 raise InputError(
@@ -181,6 +186,7 @@ class Plan(ByContent):
             )
         if self.problem.mask:
             self.check_mask(from_spec(json.loads(self.problem.mask)))
+        return True
 
     def check_mask(self, mask: Mask) -> None:
         """Proves that the blocks of both passes are those of `mask`.

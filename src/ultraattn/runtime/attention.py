@@ -59,6 +59,7 @@ class Attention(torch.nn.Module):
 
     Raises:
         InputError: the group has another size than the plan; the mask is missing or another one.
+        PlanError: the plan is unsound, on every rank alike.
         RunError: ranks hold different plans, or some rank did not come.
     """
 
@@ -113,6 +114,9 @@ class Attention(torch.nn.Module):
         self._replays = Replays(run, device, self._session.transport) if wanted else None
         self._session.workspace.trim()
         self._session.agree("plan", plan.digest, timeout_s)
+        plan.check()  # After the ranks agreed: an unsound plan fails on all of them alike.
+        if mask is not None:
+            plan.check_mask(mask)
         self._handle = operators.register(self)
         self._checked: Any = None
 

@@ -19,7 +19,7 @@ from ultraattn.cluster import Cluster, Costs, Kernel, KernelTable, Link
 from ultraattn.errors import InputError
 from ultraattn.planning import plan
 from ultraattn.plans.storage import dumps
-from ultraattn.runtime import profile_worker as worker
+from ultraattn.profiling import worker
 from ultraattn.runtime.local import LocalRanks
 
 Step = Callable[[str], AbstractContextManager[None]]
