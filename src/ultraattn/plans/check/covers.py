@@ -101,7 +101,11 @@ def _relevant(facts: Facts, cover: Iterable[int], tensor: Tensor, atom: Region) 
 
 
 def tile_outputs_complete(facts: Facts) -> None:
-    """A launch gives the partial results of its blocks, each once."""
+    """A launch gives the partial results of its blocks, each once.
+
+    A result may span heads that no block of the launch has: there it is that of no block (zeros,
+    an LSE of -inf).
+    """
     for task in facts.tasks:
         if not isinstance(task, Compute):
             continue
@@ -128,7 +132,7 @@ def tile_outputs_complete(facts: Facts) -> None:
                 if rows == 0 or not (expected or holders):
                     continue
                 if (
-                    not expected
+                    not lines[key]
                     or len(holders) != 1
                     or _relevant(facts, holders[0].cover, tensor, atom) != expected
                     or (holders[0].row_start, holders[0].row_stop) != (0, rows)
