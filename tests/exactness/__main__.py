@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
 import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from tests.exactness.cases import Case, cost, whole
-from tests.exactness.judge import run_case
+from tests.exactness.judge import run_batches
 from tests.exactness.ranks import MOST_BATCH
 from ultraattn.errors import InputError, UltraAttnError
 from ultraattn.masks import Lengths
@@ -32,14 +34,22 @@ def main() -> int:
     parser.add_argument("--only", default="", help="run the cases whose name holds this text")
     parser.add_argument("--minutes", type=float, default=0, help="stop after so long; 0: never")
     parser.add_argument("--shuffle", type=int, help="take cases in the random order of this seed")
+    parser.add_argument(
+        "--share",
+        type=share,
+        default=(1, 1),
+        metavar="K/N",
+        help="run the K-th of N shares; shares may append to one results file side by side",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.results.parent.mkdir(parents=True, exist_ok=True)
     known = read(options.results)
     cases = [case for case in whole() if options.only in case.key]
-    todo = [case for case in cases if case.key not in known]
-    if options.shuffle is not None:
-        random.Random(options.shuffle).shuffle(todo)
+    number, shares = options.share
+    dense = {dense_key(case): None for case in cases}
+    mine = set(list(dense)[number - 1 :: shares])
+    todo = [case for case in cases if case.key not in known and dense_key(case) in mine]
     end = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
     pools: dict[int, LocalRanks] = {}
 
@@ -48,52 +58,83 @@ def main() -> int:
             pools[ranks] = LocalRanks(ranks)
         return pools[ranks]
 
-    progress = Progress(len(cases), len(cases) - len(todo), sum(map(work, todo)))
+    groups = [
+        list(group) for _, group in itertools.groupby(todo, lambda case: replace(case, batch=0))
+    ]
+    if options.shuffle is not None:
+        random.Random(options.shuffle).shuffle(groups)
+    progress = Progress(len(todo), sum(map(work, todo)))
     seen: dict[tuple, str] = {}
     try:
         with options.results.open("a") as file:
-            for case in todo:
+            for group in groups:
                 if time.monotonic() > end:
                     break
-                result = judged(case, pool, pools, seen)
-                known[case.key] = result
-                file.write(json.dumps({"case": case.key, **result}) + "\n")
+                for case, result in zip(group, judged(group, pool, pools, seen), strict=True):
+                    known[case.key] = result
+                    file.write(json.dumps({"case": case.key, **result}) + "\n")
+                    progress.step(case, result)
                 file.flush()
-                progress.step(case, result)
     finally:
         for made in pools.values():
             made.close()
+    known |= read(options.results)
     return summary([known[case.key] for case in cases if case.key in known], len(cases))
 
 
-def judged(case: Case, pool, pools: dict[int, LocalRanks], seen: dict[tuple, str]) -> dict:
-    """The result of one case."""
+def share(text: str) -> tuple[int, int]:
+    """K and N of a text "K/N"."""
+    number, shares = map(int, text.split("/"))
+    if not 1 <= number <= shares:
+        raise ValueError(text)
+    return number, shares
+
+
+def dense_key(case: Case) -> tuple:
+    """What cases that have the same dense results have in common."""
+    return case.lengths, case.mask, case.heads, case.dtype
+
+
+def judged(
+    cases: list[Case], pool, pools: dict[int, LocalRanks], seen: dict[tuple, str]
+) -> list[dict]:
+    """The results of cases that differ in their batch alone."""
     started = time.monotonic()
+    first = cases[0]
     try:
-        mask = case.make_mask()
-        mask.check(Lengths(*case.lengths), case.heads[0])
-        plan = case.make_plan(mask)
+        mask = first.make_mask()
+        mask.check(Lengths(*first.lengths), first.heads[0])
+        plan = first.make_plan(mask)
     except InputError as error:
-        return {"status": "impossible", "reason": str(error)}
-    twin = (plan.digest, case.mask, case.batch)
-    if twin in seen:
-        return {"status": "same", "as": seen[twin]}
-    seen[twin] = case.key
+        return [{"status": "impossible", "reason": str(error)} for _ in cases]
+    results: dict[Case, dict] = {}
+    new = []
+    for case in cases:
+        twin = seen.setdefault((plan.digest, case.mask, case.batch), case.key)
+        if twin == case.key:
+            new.append(case)
+        else:
+            results[case] = {"status": "same", "as": twin}
     try:
-        verdict = run_case(case, mask, plan, pool, MOST_BATCH)
+        verdicts = run_batches(new, mask, plan, pool, MOST_BATCH) if new else []
     except UltraAttnError as error:
         # The group may be of no use any more: the next case starts another.
-        pools.pop(case.ranks).close()
-        return {"status": "wrong", "wrong": [f"{type(error).__name__}: {error}"]}
-    return {
-        "status": "wrong" if verdict.wrong else "ok",
-        "wrong": list(verdict.wrong),
-        "errors": verdict.errors.norm,
-        "limits": verdict.limits.norm,
-        "largest_single_errors": verdict.errors.single,
-        "largest_single_limits": verdict.limits.single,
-        "seconds": round(time.monotonic() - started, 3),
-    }
+        if first.ranks in pools:
+            pools.pop(first.ranks).close()
+        failed = {"status": "wrong", "wrong": [f"{type(error).__name__}: {error}"]}
+        return [results.get(case, failed) for case in cases]
+    seconds = round((time.monotonic() - started) / max(1, len(new)), 3)
+    for case, verdict in zip(new, verdicts, strict=True):
+        results[case] = {
+            "status": "wrong" if verdict.wrong else "ok",
+            "wrong": list(verdict.wrong),
+            "errors": verdict.errors.norm,
+            "limits": verdict.limits.norm,
+            "largest_single_errors": verdict.errors.single,
+            "largest_single_limits": verdict.limits.single,
+            "seconds": seconds,
+        }
+    return [results[case] for case in cases]
 
 
 def read(path: Path) -> dict[str, dict]:
@@ -117,8 +158,8 @@ def work(case: Case) -> float:
 class Progress:
     """A line on standard error every few seconds."""
 
-    def __init__(self, cases: int, done: int, left: float) -> None:
-        self.cases, self.done, self.left, self.passed = cases, done, left, 0.0
+    def __init__(self, cases: int, left: float) -> None:
+        self.cases, self.done, self.left, self.passed = cases, 0, left, 0.0
         self.counts: collections.Counter[str] = collections.Counter()
         self.started = self.said = time.monotonic()
 

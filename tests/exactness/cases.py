@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 
 from tests.exactness.masks import MASKS
 from ultraattn import plan
@@ -129,7 +129,15 @@ def whole() -> list[Case]:
 
     def order(case: Case) -> tuple:
         q, kv = case.lengths
-        return (q * kv, case.lengths, case.mask, case.heads, case.dtype, case)
+        return (
+            q * kv,
+            case.lengths,
+            case.mask,
+            case.heads,
+            case.dtype,
+            replace(case, batch=0),
+            case,
+        )
 
     return sorted(cases, key=order)
 

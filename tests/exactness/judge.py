@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
 from tests.exactness.cases import HEAD_DIM, Case
-from tests.exactness.ranks import attend, inputs, unpacked
+from tests.exactness.ranks import Numbers, attend, inputs, unpacked
 from ultraattn.masks import Lengths, Mask
 from ultraattn.plans import Plan
 from ultraattn.plans.passes import Pass
@@ -61,29 +61,42 @@ def first(results: Results, batch: int) -> Results:
     )
 
 
-def run_case(
-    case: Case,
+def run_case(case: Case, mask: Mask, plan: Plan, pool: Callable[[int], LocalRanks]) -> Verdict:
+    """Runs a case on `pool(ranks)` and judges it."""
+    return run_batches([case], mask, plan, pool, case.batch)[0]
+
+
+def run_batches(
+    cases: Sequence[Case],
     mask: Mask,
     plan: Plan,
     pool: Callable[[int], LocalRanks],
-    dense_batch: int | None = None,
-) -> Verdict:
-    """Runs a case on `pool(ranks)` and judges it.
+    dense_batch: int,
+) -> list[Verdict]:
+    """Runs cases that differ in their batch alone, by one module on each rank, and judges each.
 
-    `dense_batch` is the batch that dense results are made for, the case's own unless given: the
-    largest one where batches of one group of cases follow each other.
+    Dense results are made for `dense_batch` entries: the largest batch where cases of one group
+    follow each other. The plan is checked here, once, and not by every rank again.
     """
+    plan.check()
     given = None if mask.savable else mask
-    answers = pool(case.ranks).run(attend, plan, given, case.batch)
+    ranks = pool(cases[0].ranks).run(attend, plan, given, [case.batch for case in cases])
+    return [
+        _judge(case, plan, [answers[number] for answers in ranks], dense_batch)
+        for number, case in enumerate(cases)
+    ]
+
+
+def _judge(
+    case: Case, plan: Plan, answers: Sequence[tuple[Numbers, list[int]]], dense_batch: int
+) -> Verdict:
     whole = {
         name: plan.unshard(
             [unpacked(numbers[name]) for numbers, _ in answers], dim=2, keys=name in ("dk", "dv")
         )
         for name in ("out", "dq", "dk", "dv", "lse")
     }
-    dense, device = truth(
-        case.mask, case.lengths, case.heads, case.dtype, dense_batch or case.batch
-    )
+    dense, device = truth(case.mask, case.lengths, case.heads, case.dtype, dense_batch)
     dense = first(dense, case.batch)
     errors = compare(Results(**whole), dense)
     alone = errors if device is None else compare(first(device, case.batch), dense)

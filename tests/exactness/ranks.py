@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 
@@ -57,9 +58,16 @@ def shard_all(plan: Plan, rank: int, batch: int):
     )
 
 
-def attend(rank: int, plan: Plan, mask: Mask | None, batch: int) -> tuple[Numbers, list[int]]:
-    """Local results, and bytes (sent, received) of the forward and of the backward pass."""
+def attend(
+    rank: int, plan: Plan, mask: Mask | None, batches: Sequence[int]
+) -> list[tuple[Numbers, list[int]]]:
+    """For each size of batch, by one module: local results, and bytes (sent, received) of the
+    forward and of the backward pass."""
     attention = ua.Attention(plan, mask=mask, timeout_s=120)
+    return [_attend(attention, rank, plan, batch) for batch in batches]
+
+
+def _attend(attention: ua.Attention, rank: int, plan: Plan, batch: int):
     q, k, v, dout = shard_all(plan, rank, batch)
     for x in (q, k, v):
         x.requires_grad_()

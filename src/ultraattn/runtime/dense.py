@@ -5,6 +5,7 @@ Shares no code with the kernels. A few rows at a time, so scores stay below `SCO
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -38,10 +39,9 @@ def dense_attention(
     qd, kd, vd, factor = _prepared(q, k, v, scale)
     out = qd.new_zeros((*qd.shape[:3], vd.shape[-1]))
     lse = qd.new_full(qd.shape[:3], float("-inf"))
-    for rows in _row_blocks(qd, kd):
-        scores = _scores(qd[:, :, rows], kd, visible, rows, factor)
-        lse[:, :, rows] = scores.logsumexp(dim=-1) if kd.shape[2] else float("-inf")
-        out[:, :, rows] = _softmax(scores) @ vd
+    for one, rows, unseen in _pieces(qd, kd, visible):
+        probs, lse[one][rows] = _softmax(factor * qd[one][rows], kd[one], unseen)
+        out[one][rows] = probs @ vd[one]
     return out, lse
 
 
@@ -60,14 +60,14 @@ def dense_backward(
     """
     qd, kd, vd, factor = _prepared(q, k, v, scale)
     dq, dk, dv = torch.zeros_like(qd), torch.zeros_like(kd), torch.zeros_like(vd)
-    for rows in _row_blocks(qd, kd):
-        probs = _softmax(_scores(qd[:, :, rows], kd, visible, rows, factor))
-        do = dout[:, :, rows].double()
-        dv += probs.mT @ do
-        dprobs = do @ vd.mT
+    for one, rows, unseen in _pieces(qd, kd, visible):
+        probs, _ = _softmax(factor * qd[one][rows], kd[one], unseen)
+        do = dout[one][rows].double()
+        dv[one].addmm_(probs.mT, do)
+        dprobs = do @ vd[one].mT
         dscores = probs * (dprobs - (probs * dprobs).sum(dim=-1, keepdim=True))
-        dq[:, :, rows] = factor * (dscores @ kd)
-        dk += factor * (dscores.mT @ qd[:, :, rows])
+        torch.mm(dscores, kd[one], out=dq[one][rows]).mul_(factor)
+        dk[one].addmm_(dscores.mT, qd[one][rows], alpha=factor)
     return dq, _summed_groups(dk, k.shape[1]), _summed_groups(dv, k.shape[1])
 
 
@@ -93,24 +93,32 @@ def _summed_groups(grad: Tensor, kv_heads: int) -> Tensor:
     return grad.view(batch, kv_heads, heads // kv_heads, keys, dim).sum(dim=2)
 
 
-def _row_blocks(q: Tensor, k: Tensor) -> Iterator[slice]:
-    step = max(1, SCORE_BYTES // max(1, 8 * q.shape[0] * q.shape[1] * k.shape[2]))
+def _pieces(
+    q: Tensor, k: Tensor, visible: Visible
+) -> Iterator[tuple[tuple[int, int], slice, Tensor | None]]:
+    """(entry of the batch, head), rows whose scores fit in `SCORE_BYTES`, and what they do not see
+    as a bool tensor (rows, keys), or None where they see everything."""
+    step = max(1, SCORE_BYTES // max(1, 8 * k.shape[2]))
     for top in range(0, q.shape[2], step):
-        yield slice(top, min(q.shape[2], top + step))
+        rows = slice(top, min(q.shape[2], top + step))
+        unseen = None
+        if visible is not None:
+            some = torch.arange(rows.start, rows.stop, device=q.device)
+            seen = visible[..., rows, :] if isinstance(visible, Tensor) else visible(some)
+            unseen = (~seen.to(q.device)).expand(q.shape[1], -1, -1)
+        for entry, head in itertools.product(range(q.shape[0]), range(q.shape[1])):
+            yield (entry, head), rows, None if unseen is None else unseen[head]
 
 
-def _scores(q: Tensor, k: Tensor, visible: Visible, rows: slice, factor: float) -> Tensor:
-    scores = factor * (q @ k.mT)
-    if visible is None:
-        return scores
-    if isinstance(visible, Tensor):
-        seen = visible[..., rows, :]
-    else:
-        seen = visible(torch.arange(rows.start, rows.stop, device=q.device))
-    return torch.where(seen.to(q.device), scores, float("-inf"))
-
-
-def _softmax(scores: Tensor) -> Tensor:
-    """Softmax over the last axis, 0 in rows that are all -inf."""
-    dead = (scores == float("-inf")).all(dim=-1, keepdim=True)
-    return torch.softmax(scores.masked_fill(dead, 0.0), dim=-1).masked_fill(dead, 0.0)
+def _softmax(q: Tensor, k: Tensor, unseen: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Softmax of q k^T (rows, keys), and its LSE (rows); (0, -inf) in rows that see nothing."""
+    scores = q @ k.mT
+    if unseen is not None:
+        scores.masked_fill_(unseen, float("-inf"))
+    if not scores.shape[-1]:
+        return scores, scores.new_full(scores.shape[:1], float("-inf"))
+    top = scores.amax(dim=-1, keepdim=True)
+    weights = scores.sub_(top.masked_fill(top == float("-inf"), 0.0)).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    lse = (top + total.log()).squeeze(-1)
+    return weights.div_(total.masked_fill(total == 0, 1.0)), lse
