@@ -153,7 +153,7 @@ class _Graph:
             source = self.own(tensor, chunk)
             reads.append(source)
             for start, stop in heads:
-                value = self.builder.copy(source, rank, head_start=start, head_stop=stop)
+                value = self.builder.part(source, rank, (start, stop))
                 self.at[rank, tensor, chunk].append(value)
                 writes.append(value)
         self.builder.transfer(self.layout(by_key).owners[chunk], reads, writes, key)

@@ -12,6 +12,7 @@ from ultraattn.chunks import Ints
 from ultraattn.plans.columns import ByContent
 from ultraattn.plans.problem import Problem
 from ultraattn.plans.program import (
+    COLLECTIVE_ORDER,
     TASK_ORDER,
     Collective,
     CollectiveOp,
@@ -19,7 +20,7 @@ from ultraattn.plans.program import (
     TaskKind,
     Value,
 )
-from ultraattn.plans.tensors import TENSOR_ORDER, Tensor
+from ultraattn.plans.tensors import Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,10 +54,9 @@ class Account(ByContent):
 
 def value_bytes(problem: Problem, program: Program) -> Ints:
     """Bytes of each value for one batch entry: int64, shape (values,)."""
-    values, widths = program.values, problem.widths
-    rows = np.array([[widths.row_bytes(t, w) for w in (False, True)] for t in TENSOR_ORDER])
+    values = program.values
     area = (values.row_stop - values.row_start) * (values.head_stop - values.head_start)
-    sizes: Ints = area * rows[values.tensor, values.wide]
+    sizes: Ints = area * problem.widths.table[values.tensor, values.wide]
     return sizes
 
 
@@ -69,7 +69,7 @@ def account(problem: Problem, program: Program, nodes: Sequence[int]) -> Account
     load = np.zeros(ranks, dtype=np.int64)
     tasks, values = program.tasks, program.values
     writes = tasks.writes
-    task_of = np.repeat(np.arange(len(tasks.rank)), np.diff(writes.offsets))
+    task_of = writes.row_of
     moves = tasks.kind[task_of] == TASK_ORDER.index(TaskKind.TRANSFER)
     source, written = tasks.rank[task_of[moves]], writes.items[moves]
     target, size = values.rank[written], sizes[written]
@@ -79,22 +79,54 @@ def account(problem: Problem, program: Program, nodes: Sequence[int]) -> Account
     np.add.at(far_sent, source[far], size[far])
     np.add.at(far_received, target[far], size[far])
     shared = np.flatnonzero(tasks.kind == TASK_ORDER.index(TaskKind.COLLECTIVE)).tolist()
-    held = dict(enumerate(program.value_views)) if shared else {}
     for task in shared:
-        view = program.task_views[task]
-        assert isinstance(view, Collective)
-        for origin, goal, moved in collective_moves(held, view):
-            amount = int(sizes[moved])
-            sent[origin] += amount
-            received[goal] += amount
-            if node[origin] != node[goal]:
-                far_sent[origin] += amount
-                far_received[goal] += amount
-    tile_of = np.repeat(np.arange(len(tasks.rank)), np.diff(tasks.tile.offsets))
-    np.add.at(load, tasks.rank[tile_of], program.blocks.weight[tasks.tile.items])
+        origin, goal, moved = moves_of(program, task).T
+        apart = node[origin] != node[goal]
+        np.add.at(sent, origin, sizes[moved])
+        np.add.at(received, goal, sizes[moved])
+        np.add.at(far_sent, origin[apart], sizes[moved[apart]])
+        np.add.at(far_received, goal[apart], sizes[moved[apart]])
+    np.add.at(load, tasks.rank[tasks.tile.row_of], program.blocks.weight[tasks.tile.items])
     memory = np.zeros(ranks, dtype=np.int64)
     np.add.at(memory, program.buffers.rank, program.buffers.bytes)
     return Account(load, sent, received, far_sent, far_received, memory)
+
+
+def moves_of(program: Program, task: int) -> Ints:
+    """What `collective_moves` says of a collective, from the columns: int64, shape (moves, 3)."""
+    v = program.values
+    reads, writes = program.tasks.reads.row(task), program.tasks.writes.row(task)
+    exact = COLLECTIVE_ORDER[int(program.tasks.op[task])] is CollectiveOp.REDUCE_SCATTER
+    columns = (v.tensor, v.chunk, v.row_start, v.row_stop, v.head_start, v.head_stop)
+    index = np.array([*reads, *writes], dtype=np.int64)
+    extent = list(zip(*(c[index].tolist() for c in columns), strict=True))
+    rank, wide = v.rank[index].tolist(), v.wide[index].tolist()
+    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for at in range(len(reads)):
+        found[extent[at] if exact else extent[at][:2]].append(at)
+    moves: list[tuple[int, int, int]] = []
+    for at, write in enumerate(writes, len(reads)):
+        if exact:
+            moves += [
+                (rank[part], rank[at], reads[part])
+                for part in found[extent[at]]
+                if rank[part] != rank[at]
+            ]
+            continue
+        _, _, r0, r1, h0, h1 = extent[at]
+        holders = [
+            part
+            for part in found[extent[at][:2]]
+            if extent[part][2] <= r0 and r1 <= extent[part][3] and wide[part] == wide[at]
+            and extent[part][4] <= h0 and h1 <= extent[part][5]
+        ]  # fmt: skip
+        if len(holders) > 1:
+            cover = v.cover.row(write)
+            holders = [part for part in holders if v.cover.row(reads[part]) == cover]
+        origins = [rank[part] for part in holders]
+        if rank[at] not in origins:
+            moves.append((origins[0], rank[at], write))
+    return np.array(moves, dtype=np.int64).reshape(-1, 3)
 
 
 def collective_moves(values: Mapping[int, Value], task: Collective) -> list[tuple[int, int, int]]:

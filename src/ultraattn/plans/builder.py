@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
+from ultraattn.chunks import Ints
 from ultraattn.masks.grid import BlockKind
 from ultraattn.plans.columns import Ragged, column
 from ultraattn.plans.problem import Problem
@@ -27,6 +31,18 @@ from ultraattn.plans.program import (
     Value,
     ValueColumns,
 )
+from ultraattn.plans.tensors import Tensor
+
+CODES = {kind: code for code, kind in enumerate(TASK_ORDER)}
+STREAM_CODES = {kind: code for code, kind in enumerate(STREAM_ORDER)}
+SENDS, RECEIVES = (
+    np.array([STREAM_CODES[kind] for kind in kinds], dtype=np.int64)
+    for kinds in (
+        (StreamKind.SEND, StreamKind.SEND_BETWEEN_NODES),
+        (StreamKind.RECEIVE, StreamKind.RECEIVE_BETWEEN_NODES),
+    )
+)
+"""Streams of both ends of a message, inside a node and between nodes."""
 
 Key = tuple[int, ...]
 """Where a task stands in the order of issue; ties keep the order of addition."""
@@ -71,7 +87,16 @@ class ProgramBuilder:
 
     def copy(self, value: int, rank: int, **changes: Any) -> int:
         """Adds the value that `value` becomes on another rank, whole or in part."""
-        return self.value(self.values[value]._replace(rank=rank, **changes))
+        v = self.values[value]
+        if changes:
+            return self.value(v._replace(rank=rank, **changes))
+        # Spelt out: programs of many ranks copy tens of thousands of values.
+        return self.value(Value(v[0], v[1], v[2], v[3], v[4], v[5], rank, v[7], v[8], v[9]))
+
+    def part(self, value: int, rank: int, heads: tuple[int, int]) -> int:
+        """Adds some heads of `value`, all its rows, on another rank."""
+        v = self.values[value]
+        return self.value(Value(v[0], v[1], v[2], v[3], heads[0], heads[1], rank, v[7], v[8], v[9]))
 
     def compute(
         self, rank: int, tile: Iterable[int], reads: Iterable[int], writes: Iterable[int], key: Key
@@ -126,70 +151,95 @@ class ProgramBuilder:
 
     def finish(self, outputs: frozenset[int]) -> Program:
         """The program. `outputs` are values that stand in the caller's output tensors."""
-        order = sorted(range(len(self._drafts)), key=lambda i: (self._drafts[i].key, i))
-        number = {draft: index for index, draft in enumerate(order)}
+        order = sorted(range(len(self._drafts)), key=[d.key for d in self._drafts].__getitem__)
         drafts = [self._drafts[i] for i in order]
-        producer: dict[int, int] = {}
-        for index, draft in enumerate(drafts):
-            for value in draft.writes:
-                producer.setdefault(value, index)
-        depends_on = [
-            sorted(
-                {producer[value] for value in draft.reads if value in producer}
-                | {number[other] for other in draft.after}
-            )
-            for draft in drafts
-        ]
-        buffers, buffer_of = self._buffers(producer, outputs)
+        reads, writes = Ragged.of([d.reads for d in drafts]), Ragged.of([d.writes for d in drafts])
+        kind, rank = column(CODES[d.kind] for d in drafts), column(d.rank for d in drafts)
+        producer = self._producers(writes)
+        values = value_columns(self.values, [])
+        buffers, buffer_of = self._buffers(values, producer, outputs)
         return Program(
             blocks=block_columns(self.blocks),
-            values=value_columns(self.values, buffer_of),
+            values=dataclasses.replace(values, buffer=buffer_of),
             tasks=TaskColumns(
-                kind=column(TASK_ORDER.index(d.kind) for d in drafts),
+                kind=kind,
                 op=column(d.op for d in drafts),
-                rank=column(d.rank for d in drafts),
-                reads=Ragged.of([d.reads for d in drafts]),
-                writes=Ragged.of([d.writes for d in drafts]),
-                depends_on=Ragged.of(depends_on),
+                rank=rank,
+                reads=reads,
+                writes=writes,
+                depends_on=self._depends_on(reads, producer, order),
                 tile=Ragged.of([d.tile for d in drafts]),
             ),
-            streams=self._streams(drafts),
+            streams=self._streams(kind, rank, reads, writes, values.rank),
             buffers=buffers,
         )
 
-    def _buffers(
-        self, producer: dict[int, int], outputs: frozenset[int]
-    ) -> tuple[BufferColumns, list[int]]:
-        """Every value that a task writes, other than the outputs, gets a buffer of its own."""
-        widths = self._problem.widths
-        ranks: list[int] = []
-        sizes: list[int] = []
-        buffer_of = [-1] * len(self.values)
-        for index, value in enumerate(self.values):
-            if index in producer and index not in outputs:
-                buffer_of[index] = len(ranks)
-                ranks.append(value.rank)
-                row = widths.row_bytes(value.tensor, value.wide)
-                sizes.append(value.rows * value.heads * row)
-        return BufferColumns(column(ranks), column(sizes)), buffer_of
+    def _producers(self, writes: Ragged) -> Ints:
+        """For each value, the first task that writes it, or -1."""
+        producer = np.full(len(self.values), -1, dtype=np.int64)
+        # Backwards, so that the first to write has the last word.
+        producer[writes.items[::-1]] = writes.row_of[::-1]
+        return producer
 
-    def _streams(self, drafts: Sequence[_Draft]) -> StreamColumns:
-        tasks: dict[tuple[int, int], list[int]] = {}
-        rank_of = [value.rank for value in self.values]
-        for index, draft in enumerate(drafts):
-            for rank, kind in stream_keys(
-                draft.kind,
-                draft.rank,
-                [rank_of[v] for v in draft.reads],
-                [rank_of[v] for v in draft.writes],
+    def _depends_on(self, reads: Ragged, producer: Ints, order: Sequence[int]) -> Ragged:
+        """Of each task, the producers of what it reads and what it was told to follow."""
+        count = len(order)
+        before, task = producer[reads.items], reads.row_of
+        made = before >= 0
+        pairs = [task[made] * count + before[made]]
+        after = [(i, other) for i, old in enumerate(order) for other in self._drafts[old].after]
+        if after:
+            number = np.empty(count, dtype=np.int64)
+            number[np.array(order, dtype=np.int64)] = np.arange(count)
+            which, others = np.array(after, dtype=np.int64).T
+            pairs.append(which * count + number[others])
+        return Ragged.of_pairs(np.unique(np.concatenate(pairs)), count, count)
+
+    def _buffers(
+        self, values: ValueColumns, producer: Ints, outputs: frozenset[int]
+    ) -> tuple[BufferColumns, Ints]:
+        """Every value that a task writes, other than the outputs, gets a buffer of its own."""
+        kept = producer >= 0
+        kept[np.fromiter(outputs, dtype=np.int64, count=len(outputs))] = False
+        buffer_of = np.where(kept, np.cumsum(kept) - 1, -1)
+        area = (values.row_stop - values.row_start) * (values.head_stop - values.head_start)
+        sizes = area * self._problem.widths.table[values.tensor, values.wide]
+        return BufferColumns(column(values.rank[kept]), column(sizes[kept])), column(buffer_of)
+
+    def _streams(
+        self, kind: Ints, rank: Ints, reads: Ragged, writes: Ragged, rank_of: Ints
+    ) -> StreamColumns:
+        """Every stream with its tasks; see `stream_keys`."""
+        tasks, kinds = len(kind), len(STREAM_ORDER)
+        moves, shared = (kind == CODES[k] for k in (TaskKind.TRANSFER, TaskKind.COLLECTIVE))
+        alone = np.flatnonzero(~(moves | shared))
+        stream = [rank[alone] * kinds + STREAM_CODES[StreamKind.COMPUTE]]
+        task = [alone]
+        sent = moves[writes.row_of]
+        which, target = writes.row_of[sent], rank_of[writes.items[sent]]
+        source, node = rank[which], np.asarray(self._nodes, dtype=np.int64)
+        far = (node[source] != node[target]).astype(np.int64)
+        for end, links in ((source, SENDS), (target, RECEIVES)):
+            stream.append(end * kinds + links[far])
+            task.append(which)
+        for index in np.flatnonzero(shared).tolist():
+            keys = stream_keys(
+                TaskKind.COLLECTIVE,
+                int(rank[index]),
+                rank_of[reads.items[reads.offsets[index] : reads.offsets[index + 1]]].tolist(),
+                rank_of[writes.items[writes.offsets[index] : writes.offsets[index + 1]]].tolist(),
                 self._nodes,
-            ):
-                tasks.setdefault((rank, STREAM_ORDER.index(kind)), []).append(index)
-        keys = sorted(tasks)
+            )
+            numbers = [where * kinds + STREAM_CODES[what] for where, what in keys]
+            stream.append(np.array(numbers, dtype=np.int64))
+            task.append(np.full(len(numbers), index, dtype=np.int64))
+        each = np.unique(np.concatenate(stream) * max(1, tasks) + np.concatenate(task))
+        present, row = np.unique(each // max(1, tasks), return_inverse=True)
+        pairs = row.astype(np.int64) * max(1, tasks) + each % max(1, tasks)
         return StreamColumns(
-            rank=column(rank for rank, _ in keys),
-            kind=column(kind for _, kind in keys),
-            tasks=Ragged.of([tasks[key] for key in keys]),
+            rank=column(present // kinds),
+            kind=column(present % kinds),
+            tasks=Ragged.of_pairs(pairs, len(present), max(1, tasks)),
         )
 
 
@@ -213,13 +263,15 @@ def stream_keys(
         return sorted(found)
     if kind is TaskKind.COLLECTIVE:
         members = sorted({*read_ranks, *write_ranks})
-        found = {
-            key
-            for source in members
-            for target in members
-            if source != target
-            for key in _link(source, target, nodes)
-        }
+        crowd = Counter(nodes[member] for member in members)
+        found = set()
+        for member in members:
+            alike = crowd[nodes[member]]
+            if alike > 1:
+                found.update((member, link) for link in (StreamKind.SEND, StreamKind.RECEIVE))
+            if alike < len(members):
+                found.add((member, StreamKind.SEND_BETWEEN_NODES))
+                found.add((member, StreamKind.RECEIVE_BETWEEN_NODES))
         return sorted(found)
     return [(rank, StreamKind.COMPUTE)]
 
@@ -235,30 +287,20 @@ def _link(source: int, target: int, nodes: Sequence[int]) -> list[tuple[int, Str
 
 def block_columns(blocks: Sequence[Block]) -> BlockColumns:
     """Blocks as columns."""
+    if not blocks:
+        return BlockColumns(*(column(()) for _ in range(8)))
     codes = {kind: kind.code for kind in BlockKind}
-    return BlockColumns(
-        q_chunk=column(b.q_chunk for b in blocks),
-        kv_chunk=column(b.kv_chunk for b in blocks),
-        head_start=column(b.head_start for b in blocks),
-        head_stop=column(b.head_stop for b in blocks),
-        kind=column(codes[b.kind] for b in blocks),
-        lo=column(b.lo for b in blocks),
-        hi=column(b.hi for b in blocks),
-        weight=column(b.weight for b in blocks),
-    )
+    q, kv, start, stop, kind, lo, hi, weight = zip(*blocks, strict=True)
+    kinds = [codes[each] for each in kind]
+    return BlockColumns(*(column(c) for c in (q, kv, start, stop, kinds, lo, hi, weight)))
 
 
 def value_columns(values: Sequence[Value], buffer_of: Sequence[int]) -> ValueColumns:
     """Values as columns; `buffer_of` gives each its buffer."""
-    return ValueColumns(
-        tensor=column(v.tensor.code for v in values),
-        chunk=column(v.chunk for v in values),
-        row_start=column(v.row_start for v in values),
-        row_stop=column(v.row_stop for v in values),
-        head_start=column(v.head_start for v in values),
-        head_stop=column(v.head_stop for v in values),
-        rank=column(v.rank for v in values),
-        wide=column(int(v.wide) for v in values),
-        buffer=column(buffer_of),
-        cover=Ragged.of([v.cover for v in values]),
+    rows = values or (Value(Tensor.Q, 0, 0, 0, 0, 0, 0),)  # One row to tell the columns apart.
+    tensor, chunk, r0, r1, h0, h1, rank, wide, _, cover = zip(*rows, strict=True)
+    codes = [each.code for each in tensor]
+    a, b, c, d, e, f, g, h = (
+        column(each[: len(values)]) for each in (codes, chunk, r0, r1, h0, h1, rank, wide)
     )
+    return ValueColumns(a, b, c, d, e, f, g, h, column(buffer_of), Ragged.of(cover[: len(values)]))

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,13 @@ class ByContent:
 
 def column(values: Iterable[int] | Ints) -> Ints:
     """An int64 column, not to be written to."""
-    array = np.array(values if isinstance(values, np.ndarray) else list(values), dtype=np.int64)
+    if not isinstance(values, (np.ndarray, list, tuple)):
+        values = list(values)
+    return frozen(np.array(values, dtype=np.int64))
+
+
+def frozen(array: Ints) -> Ints:
+    """The same array, not to be written to from now on."""
     array.flags.writeable = False
     return array
 
@@ -48,10 +55,24 @@ class Ragged(ByContent):
     @staticmethod
     def of(rows: Sequence[Sequence[int]]) -> Ragged:
         """From a sequence of rows."""
-        lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
+        lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
-        return Ragged(column(offsets), column([item for row in rows for item in row]))
+        items = itertools.chain.from_iterable(rows)
+        return Ragged(
+            frozen(offsets), frozen(np.fromiter(items, dtype=np.int64, count=int(offsets[-1])))
+        )
+
+    @staticmethod
+    def of_pairs(pairs: Ints, rows: int, base: int) -> Ragged:
+        """From ascending numbers ``row * base + item`` with items below `base`."""
+        offsets = np.searchsorted(pairs, np.arange(rows + 1, dtype=np.int64) * base)
+        return Ragged(column(offsets), column(pairs % base if base else pairs))
+
+    @cached_property
+    def row_of(self) -> Ints:
+        """The row of each item."""
+        return frozen(np.repeat(np.arange(len(self)), np.diff(self.offsets)))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from ultraattn.errors import InputError
 from ultraattn.plans.tensors import Tensor, Widths
@@ -61,12 +62,12 @@ class Problem:
             )
         _ = self.widths
 
-    @property
+    @cached_property
     def widths(self) -> Widths:
         """Row widths and element sizes of every tensor."""
         return Widths(self.head_dim, self.value_dim, self.dtype)
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Query heads that share one key/value head."""
         return self.heads // self.kv_heads

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
 
 from ultraattn.enums import StrEnum
 from ultraattn.errors import InputError
@@ -75,3 +79,9 @@ class Widths:
     def row_bytes(self, tensor: Tensor, wide: bool = False) -> int:
         """Bytes of `tensor` for one row and one head."""
         return self.width(tensor) * ELEMENT_BYTES[self.element(tensor, wide)]
+
+    @cached_property
+    def table(self) -> npt.NDArray[np.int64]:
+        """`row_bytes` by (code of the tensor, wide): int64, shape (tensors, 2)."""
+        rows = [[self.row_bytes(tensor, wide) for wide in (False, True)] for tensor in TENSOR_ORDER]
+        return np.array(rows, dtype=np.int64)

@@ -144,7 +144,7 @@ class _Pieces:
     @staticmethod
     def of(q_layout: Layout, kv_layout: Layout, program: Program) -> _Pieces:
         tile, blocks = program.tasks.tile, program.blocks
-        task = np.repeat(np.arange(len(program.tasks.rank)), np.diff(tile.offsets))
+        task = tile.row_of
         at = tile.items
         q, kv = blocks.q_chunk[at], blocks.kv_chunk[at]
         q_at, kv_at = _place(q_layout)[q], _place(kv_layout)[kv]
@@ -293,7 +293,6 @@ def copy_seconds(program: Program, sizes: Ints, costs: Costs) -> Floats:
     tasks = len(program.tasks.rank)
     moved = np.zeros(tasks)
     for ragged in (program.tasks.reads, program.tasks.writes):
-        owner = np.repeat(np.arange(tasks), np.diff(ragged.offsets))
-        moved += np.bincount(owner, weights=sizes[ragged.items], minlength=tasks)
+        moved += np.bincount(ragged.row_of, weights=sizes[ragged.items], minlength=tasks)
     codes = [TASK_ORDER.index(kind) for kind in (TaskKind.MERGE, TaskKind.LOCAL)]
     return np.where(np.isin(program.tasks.kind, codes), costs.copy_seconds(moved), 0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import numpy as np
 from ultraattn.chunks import Ints
 from ultraattn.cluster.costs import Costs
 from ultraattn.cluster.tables import Floats
+from ultraattn.plans.account import moves_of
 from ultraattn.plans.program import (
     COLLECTIVE_ORDER,
     TASK_ORDER,
@@ -41,12 +41,12 @@ class Messages:
 def messages_of(program: Program, sizes: Ints, nodes: Sequence[int]) -> Messages:
     """All point-to-point messages of a program; a collective is its direct messages."""
     tasks, values = program.tasks, program.values
-    task_of = np.repeat(np.arange(len(tasks.rank)), np.diff(tasks.writes.offsets))
+    task_of = tasks.writes.row_of
     single = tasks.kind[task_of] == TRANSFER
     task, written = task_of[single], tasks.writes.items[single]
     rows = [(task, tasks.rank[task], values.rank[written], sizes[written])]
     for index in np.flatnonzero(tasks.kind == COLLECTIVE).tolist():
-        moves = _collective(program, index)
+        moves = moves_of(program, index)
         if len(moves):
             source, target, moved = moves.T
             rows.append((np.full(len(moves), index), source, target, sizes[moved]))
@@ -55,37 +55,6 @@ def messages_of(program: Program, sizes: Ints, nodes: Sequence[int]) -> Messages
     task, source, target, amount = (column[order] for column in columns)
     node = np.asarray(nodes, dtype=np.int64)
     return Messages(task, source, target, amount, (node[source] != node[target]).astype(np.int64))
-
-
-def _collective(program: Program, task: int) -> Ints:
-    """(source, target, value) rows, as `plans.account.collective_moves` says."""
-    v = program.values
-    reads, writes = program.tasks.reads.row(task), program.tasks.writes.row(task)
-    op = COLLECTIVE_ORDER[int(program.tasks.op[task])]
-    columns = [
-        c.tolist() for c in (v.tensor, v.chunk, v.row_start, v.row_stop, v.head_start, v.head_stop)
-    ]
-    rank = v.rank.tolist()
-    exact = op is CollectiveOp.REDUCE_SCATTER
-    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for read in reads:
-        found[tuple(c[read] for c in (columns if exact else columns[:2]))].append(read)
-    moves = []
-    for write in writes:
-        parts = found[tuple(c[write] for c in (columns if exact else columns[:2]))]
-        if exact:
-            moves += [(rank[p], rank[write], p) for p in parts if rank[p] != rank[write]]
-            continue
-        _, _, r0, r1, h0, h1 = columns
-        holders = [
-            rank[p]
-            for p in parts
-            if r0[p] <= r0[write] and r1[write] <= r1[p]
-            and h0[p] <= h0[write] and h1[write] <= h1[p]
-        ]  # fmt: skip
-        if rank[write] not in holders:
-            moves.append((holders[0], rank[write], write))
-    return np.array(moves, dtype=np.int64).reshape(-1, 3)
 
 
 def message_seconds(

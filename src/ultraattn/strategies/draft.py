@@ -6,6 +6,7 @@ a strategy's own module holds nothing but what sets it apart.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -39,11 +40,23 @@ class Draft:
     nodes: Sequence[int]
     blocks: Sequence[Block]
     builder: ProgramBuilder = field(init=False)
+    _rows: list[list[int]] = field(init=False)
+    _moving: tuple[tuple[Tensor, ...], ...] = field(init=False)
+    _results: tuple[tuple[Tensor, ...], ...] = field(init=False)
     parts: dict[tuple[Tensor, int], list[int]] = field(default_factory=lambda: defaultdict(list))
     _owned: Held = field(default_factory=dict)
+    _last: tuple[tuple[tuple[int, ...], ...], tuple[int, ...]] = ((), ())
     _from_launch: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        # Worked out once: programs of many ranks ask tens of thousands of times.
+        self._rows = [layout.chunks.sizes().tolist() for layout in (self.q_layout, self.kv_layout)]
+        forward = self.pass_ is Pass.FORWARD
+        queries = (Tensor.Q,) if forward else (Tensor.Q, Tensor.DO, Tensor.LSE, Tensor.DELTA)
+        self._moving = (queries, (Tensor.K, Tensor.V))
+        self._results = tuple(
+            tuple(t for t in self.pass_.results if t.by_key == by_key) for by_key in (False, True)
+        )
         self.builder = ProgramBuilder(self.problem, self.nodes)
         for block in self.blocks:
             self.builder.block(block)
@@ -59,24 +72,21 @@ class Draft:
 
     def rows(self, tensor: Tensor, chunk: int) -> int:
         """Rows of a chunk."""
-        return len(self.layout(tensor.by_key).chunks[chunk])
+        return self._rows[tensor.by_key][chunk]
 
     def moving(self, by_key: bool) -> tuple[Tensor, ...]:
         """The tensors that a launch reads of key chunks, or of query chunks."""
-        if by_key:
-            return (Tensor.K, Tensor.V)
-        if self.pass_ is Pass.FORWARD:
-            return (Tensor.Q,)
-        return (Tensor.Q, Tensor.DO, Tensor.LSE, Tensor.DELTA)
+        return self._moving[by_key]
 
     def results(self, by_key: bool) -> tuple[Tensor, ...]:
         """The results of the pass that are keyed by key chunks, or by query chunks."""
-        return tuple(t for t in self.pass_.results if t.by_key == by_key)
+        return self._results[by_key]
 
     def chunks_of(self, ranks: Iterable[int], by_key: bool) -> list[int]:
         """The chunks with rows that some ranks own, in order of rank."""
         layout = self.layout(by_key)
-        return [c for rank in ranks for c in layout.owned[rank] if len(layout.chunks[c])]
+        rows = self._rows[by_key]
+        return [c for rank in ranks for c in layout.owned[rank] if rows[c]]
 
     def own(self, tensor: Tensor, chunk: int) -> int:
         """The owner's whole value of an input; delta is computed there from its dO and O."""
@@ -122,16 +132,17 @@ class Draft:
             block = self.blocks[number]
             lines[False, block.q_chunk].append(number)
             lines[True, block.kv_chunk].append(number)
-        reads = [held[t, chunk] for by_key, chunk in sorted(lines) for t in self.moving(by_key)]
+        ordered = sorted(lines)
+        reads = [held[t, chunk] for by_key, chunk in ordered for t in self._moving[by_key]]
+        spans = heads, self.problem.kv_range(*heads)
         out: Held = {}
-        for by_key, chunk in sorted(lines):
-            for tensor in self.results(by_key):
+        for by_key, chunk in ordered:
+            rows, (start, stop) = self._rows[by_key][chunk], spans[by_key]
+            cover = tuple(sorted(lines[by_key, chunk]))
+            for tensor in self._results[by_key]:
                 out[tensor, chunk] = self.builder.value(
-                    Value(
-                        tensor, chunk, 0, self.rows(tensor, chunk), *self.heads(tensor, heads),
-                        rank, wide=tensor in wide, cover=tuple(sorted(lines[by_key, chunk])),
-                    )
-                )  # fmt: skip
+                    Value(tensor, chunk, 0, rows, start, stop, rank, tensor in wide, -1, cover)
+                )
         self.builder.compute(rank, tile, reads, out.values(), key)
         self._from_launch.update(out.values())
         return out
@@ -146,11 +157,11 @@ class Draft:
     ) -> Held:
         """Partial results of no block: what a strategy that sends everything sends."""
         out: Held = {}
+        spans = heads, self.problem.kv_range(*heads)
         for tensor, chunk in wanted:
             rows = self.rows(tensor, chunk)
-            span = self.heads(tensor, heads)
             out[tensor, chunk] = self.builder.value(
-                Value(tensor, chunk, 0, rows, *span, rank, wide=wide)
+                Value(tensor, chunk, 0, rows, *spans[tensor.by_key], rank, wide)
             )
         if out:
             self.builder.local(LocalOp.FILL, rank, [], out.values(), key)
@@ -174,27 +185,36 @@ class Draft:
             if len(numbers) == 1 and (first.wide == wide or plain):
                 out[where] = numbers[0]
                 continue
-            cover = sorted(b for n in numbers for b in self.builder.values[n].cover)
-            out[where] = self.builder.copy(
-                numbers[0], rank, cover=tuple(cover), wide=wide and not plain
-            )
+            out[where] = self.builder.value(
+                Value(
+                    first.tensor, first.chunk, first.row_start, first.row_stop, first.head_start,
+                    first.head_stop, rank, wide and not plain, -1, self._joint(numbers),
+                )
+            )  # fmt: skip
             reads += numbers
             writes.append(out[where])
         if writes:
             self.builder.merge(rank, reads, writes, key)
         return out
 
+    def _joint(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """The blocks that some values cover, ascending; K and V gradients share theirs."""
+        covers = tuple(self.builder.values[n].cover for n in numbers)
+        if self._last[0] != covers:
+            self._last = covers, tuple(sorted(itertools.chain.from_iterable(covers)))
+        return self._last[1]
+
     def send(
         self, source: int, target: int, held: Held, key: Key, heads: HeadRange | None = None
     ) -> Held:
         """One message with everything in `held` (only of `heads`, where given)."""
         out: Held = {}
-        for (tensor, chunk), number in held.items():
-            changes = {}
-            if heads is not None:
-                start, stop = self.heads(tensor, heads)
-                changes = {"head_start": start, "head_stop": stop}
-            out[tensor, chunk] = self.builder.copy(number, target, **changes)
+        spans = None if heads is None else (heads, self.problem.kv_range(*heads))
+        for where, number in held.items():
+            if spans is None:
+                out[where] = self.builder.copy(number, target)
+            else:
+                out[where] = self.builder.part(number, target, spans[where[0].by_key])
         if out:
             self.builder.transfer(source, held.values(), out.values(), key)
         return out

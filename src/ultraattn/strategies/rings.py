@@ -202,8 +202,7 @@ class _Rings:
                             own = draft.own(tensor, chunk)
                             held[tensor, chunk] = own
                             if draft.builder.values[own].rank != rank:
-                                a, b = draft.heads(tensor, span)
-                                copy = draft.builder.copy(own, rank, head_start=a, head_stop=b)
+                                copy = draft.builder.part(own, rank, draft.heads(tensor, span))
                                 held[tensor, chunk] = copy
                                 reads[own] = None
                                 writes.append(copy)
@@ -301,6 +300,7 @@ class _Rings:
     def _heads_to_tokens(self) -> Program:
         """Partial results to the owners of their chunks: one all-to-all a position."""
         draft = self.draft
+        owners = draft.q_layout.owners, draft.kv_layout.owners
         for position in range(self.positions):
             reads, writes = [], []
             for rank in self._members(position):
@@ -308,14 +308,14 @@ class _Rings:
                 for held in (*self.partials[rank], self.home.get(rank, {})):
                     mine: Held = {}
                     others: Held = {}
-                    for (tensor, chunk), number in held.items():
-                        owned = draft.layout(tensor.by_key).owners[chunk] == rank
-                        (mine if owned else others)[tensor, chunk] = number
+                    for where, number in held.items():
+                        owned = owners[where[0].by_key][where[1]] == rank
+                        (mine if owned else others)[where] = number
                     draft.arrived(mine)
                     foreign.append(others)
                 for number in self._narrow(rank, foreign):
                     value = draft.builder.values[number]
-                    owner = draft.layout(value.tensor.by_key).owners[value.chunk]
+                    owner = owners[value.tensor.by_key][value.chunk]
                     copy = draft.builder.copy(number, owner)
                     draft.arrived({(value.tensor, value.chunk): copy})
                     reads.append(number)
