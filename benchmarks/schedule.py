@@ -2,7 +2,8 @@
 
     python benchmarks/schedule.py --cluster h100 [--parts small,large,paper,fusion]
 
-Writes benchmarks/results/schedule_<cluster>.json.
+Writes benchmarks/results/schedule_<cluster>.json. Seconds are of one core's time; a first schedule,
+not counted, compiles or loads the inner loops.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ def scheduled(plan: Plan, pass_: Pass, cluster: ua.Cluster, effort: Effort) -> d
     program = plan.pass_plan(pass_).program
     seconds = task_seconds(*arguments(plan, pass_), program, cluster.known_costs)
     jobs = jobs_of(program, durations_of(seconds))
-    start = time.perf_counter()
+    start = time.process_time()
     found = schedule(jobs, effort)
-    spent = time.perf_counter() - start
+    spent = time.process_time() - start
     check_schedule(jobs, found)
     plain = baseline(jobs)
     return {
@@ -80,7 +81,7 @@ def scheduled(plan: Plan, pass_: Pass, cluster: ua.Cluster, effort: Effort) -> d
         "gap": found.gap,
         "proved": found.proved,
         "origin": found.origin,
-        "seconds": spent,
+        "cpu_s": spent,
         "breadth_first_over_ours": plain.makespan / found.makespan,
     }
 
@@ -157,11 +158,11 @@ def fused(plan: Plan, pass_: Pass, cluster: ua.Cluster) -> dict[str, Any]:
         return Fuser(program, plan.problem, plan.place.node_of, cost, most=most, seeds=seeds)
 
     every, few = fuser(1_000), fuser(12)
-    start = time.perf_counter()
+    start = time.process_time()
     greedy = every.choose(How.GREEDY)
-    greedy_s = time.perf_counter() - start
+    greedy_s = time.process_time() - start
     further = every.choose(How.SEARCH, rounds=1)
-    search_s = time.perf_counter() - start
+    search_s = time.process_time() - start
     of_few = {str(how): few.choose(how).after * quantum * 1e6 for how in How}
     default = task_seconds(*arguments(plan, pass_), given, costs)
     counted = np.maximum(1, np.rint(default / quantum)).astype(np.int64)
@@ -172,8 +173,8 @@ def fused(plan: Plan, pass_: Pass, cluster: ua.Cluster) -> dict[str, Any]:
         "by_arrival_us": predict(jobs_of(given, counted)) * quantum * 1e6,
         "greedy_us": greedy.after * quantum * 1e6,
         "search_us": further.after * quantum * 1e6,
-        "greedy_s": greedy_s,
-        "search_s": search_s,
+        "greedy_cpu_s": greedy_s,
+        "search_cpu_s": search_s,
         "of_12_candidates_us": of_few,
     }
 
@@ -188,9 +189,9 @@ def summary(parts: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             out[part] = {
                 "graphs": len(rows),
                 "proved": sum(r["proved"] for r in rows),
-                "proved_within_1_s": sum(r["proved"] and r["seconds"] < 1 for r in rows),
+                "proved_within_1_cpu_s": sum(r["proved"] and r["cpu_s"] < 1 for r in rows),
                 "largest_gap": max(r["gap"] for r in rows),
-                "most_seconds": max(r["seconds"] for r in rows),
+                "most_cpu_s": max(r["cpu_s"] for r in rows),
                 "breadth_first_over_ours": [min(ratios), float(np.mean(ratios)), max(ratios)],
             }
     rows = parts.get("fusion", [])
@@ -224,6 +225,7 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
     given = parser.parse_args()
     parts: dict[str, list[dict[str, Any]]] = {}
+    next(iter(paper(given.cluster)))
     for part in given.parts.split(","):
         parts[part] = []
         for row in PARTS[part](given.cluster):

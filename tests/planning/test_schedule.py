@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ultraattn.errors import InputError
 from ultraattn.planning import list_schedule
+from ultraattn.planning import schedule as schedules
 from ultraattn.planning import schedule_kernels as kernels
 from ultraattn.planning.list_schedule import Lists, backwards, by_load, by_rules
 from ultraattn.planning.schedule import (
@@ -200,6 +201,14 @@ def test_heads_count_all_jobs_of_a_stream_that_a_job_waits_for() -> None:
     assert lower_bound(jobs) == 16
 
 
+def test_a_launch_beside_a_longer_one_delays_what_comes_before_it_or_after_it() -> None:
+    names = ("needed by c", "needed by x", "c", "x", "given by c", "given by x")
+    streams = ((RECEIVE,), (RECEIVE,), (COMPUTE,), (COMPUTE,), (SEND,), (SEND,))
+    jobs = Jobs.of([10, 6, 10, 1, 10, 4], streams, [(), (), (0,), (1,), (2,), (3,)], names)
+    assert lower_bound(jobs) == 10 + 10 + 10 + min(6, 4)
+    assert schedule(jobs, Effort.FAST).makespan == by_enumeration(jobs) == lower_bound(jobs)
+
+
 def test_a_job_without_a_stream_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="KV3 has no stream"):
         Jobs.of([1, 1], [(0,), ()], [(), ()], ("Q3", "KV3"))
@@ -260,6 +269,19 @@ def test_parts_that_share_nothing_are_scheduled_apart() -> None:
     check_schedule(jobs, found)
     assert (found.makespan, found.proved) == (150, True)
     assert int((found.start + jobs.duration)[:count].max()) == 50
+
+
+def test_parts_that_repeat_are_scheduled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = worked_example()
+    count, made = len(one), []
+    streams = [*one.streams.rows(), *([s + 5 for s in row] for row in one.streams.rows())]
+    depends = [*one.depends_on.rows(), *([d + count for d in row] for row in DEPENDS)]
+    monkeypatch.setattr(
+        schedules, "lower_bound", lambda jobs: made.append(jobs) or lower_bound(jobs)
+    )
+    found = schedule(Jobs.of([*DURATIONS, *DURATIONS], streams, depends), Effort.FAST)
+    assert found.start[:count].tolist() == found.start[count:].tolist()
+    assert len(made) == 1
 
 
 def test_no_jobs_take_no_time() -> None:

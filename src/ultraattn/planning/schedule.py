@@ -79,7 +79,14 @@ def schedule(jobs: Jobs, effort: Effort = Effort.NORMAL) -> Schedule:
     require_solver(effort)
     if not len(jobs):
         return Schedule(np.zeros(0, dtype=np.int64), 0, 0, True, "nothing to do")
-    parts = [(part, _schedule(_of(jobs, part), STEPS[effort])) for part in _parts(jobs)]
+    known: dict[bytes, Schedule] = {}  # ranks often repeat each other's jobs
+    parts = []
+    for part in _parts(jobs):
+        alone = _of(jobs, part)
+        name = _bytes(alone)
+        if name not in known:
+            known[name] = _schedule(alone, STEPS[effort])
+        parts.append((part, known[name]))
     start = np.zeros(len(jobs), dtype=np.int64)
     for part, found in parts:
         start[part] = found.start
@@ -122,6 +129,14 @@ def _of(jobs: Jobs, part: Ints) -> Jobs:
         [[stream.setdefault(s, len(stream)) for s in streams[job]] for job in number],
         [[number[other] for other in before[job]] for job in number],
     )
+
+
+def _bytes(jobs: Jobs) -> bytes:
+    """Equal for equal jobs in equal order."""
+    columns = [jobs.duration]
+    for ragged in (jobs.streams, jobs.depends_on):
+        columns += [ragged.offsets, ragged.items]
+    return b"".join(len(c).to_bytes(4, "little") + c.tobytes() for c in columns)
 
 
 def _schedule(jobs: Jobs, steps: Steps) -> Schedule:
