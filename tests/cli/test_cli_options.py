@@ -159,7 +159,7 @@ def test_an_option_of_another_type_is_exit_code_2(call: Call):
     assert "integer" in err
 
 
-@pytest.mark.parametrize("command", ["run", "plan", "show"])
+@pytest.mark.parametrize("command", ["run", "plan", "show", "bench"])
 def test_help_teaches_by_example(call: Call, command: str):
     code, out, _ = call(command, "--help")
     assert code == 0

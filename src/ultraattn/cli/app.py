@@ -18,7 +18,7 @@ from ultraattn.cli.steps import Steps
 from ultraattn.errors import RunError, UltraAttnError
 from ultraattn.plans import Plan
 
-OUTPUT = "The output"
+RUN, OUTPUT = "The run", "The output"
 WRONG, BAD_INPUT = 1, 2
 """Exit codes: a result is wrong or a run failed; something given cannot be served."""
 
@@ -46,6 +46,30 @@ OutOption = Annotated[
     typer.Option("--out", metavar="FILE", help="Save the plan there.", rich_help_panel=OUTPUT),
 ]
 
+TextOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="A file whose bytes are the input. \\[default: the project's README]",
+        rich_help_panel=RUN,
+    ),
+]
+BatchOption = Annotated[
+    int, typer.Option(help="Sequences, one after another in the text.", rich_help_panel=RUN)
+]
+SeedOption = Annotated[int, typer.Option(help="Of the random weights.", rich_help_panel=RUN)]
+TimeoutOption = Annotated[
+    float, typer.Option(help="Most seconds to wait for a rank.", rich_help_panel=RUN)
+]
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Under torchrun: cuda, cpu, or auto (CUDA where each rank has a GPU).",
+        rich_help_panel=RUN,
+    ),
+]
+
 
 def main() -> None:
     """The entry point: runs a command; an error that a user can meet is one line, not a trace."""
@@ -64,33 +88,19 @@ def main() -> None:
 def run(
     options: PlanOptions,
     file: FileArgument = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A file whose bytes are the input. [default: the project's README]".replace(
-                "[", "\\["
-            ),
-            rich_help_panel="The run",
-        ),
-    ] = None,
-    batch: Annotated[
-        int,
-        typer.Option(help="Sequences, one after another in the text.", rich_help_panel="The run"),
-    ] = 1,
-    seed: Annotated[
-        int, typer.Option(help="Of the random weights.", rich_help_panel="The run")
-    ] = 0,
-    timeout: Annotated[
-        float, typer.Option(help="Most seconds to wait for a rank.", rich_help_panel="The run")
-    ] = 600.0,
+    text: TextOption = None,
+    batch: BatchOption = 1,
+    seed: SeedOption = 0,
+    timeout: TimeoutOption = 600.0,
+    device: DeviceOption = "auto",
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Plan, run over local processes, and check against dense attention.
 
     Makes queries, keys and values of a text in the shape of a Llama layer, runs the plan forward
-    and backward over processes of this machine (or joins torchrun's), and compares out, dQ, dK and
+    and backward over processes of this machine (or joins torchrun's, on their GPUs where there are
+    enough), and compares out, dQ, dK and
     dV with dense attention in float64 on one process. Ends with exit code 1 where one is wrong.
 
     Examples:
@@ -104,9 +114,8 @@ def run(
     from ultraattn.cli.run import run as run_job
     from ultraattn.cli.tables import run_tables
 
-    first = os.environ.get("RANK", "0") == "0"
-    steps = Steps(Console(stderr=True) if first else None)
-    report = run_job(Job(options, file, text, batch, seed, out, timeout), steps)
+    steps = Steps(Console(stderr=True) if _first() else None)
+    report = run_job(Job(options, file, text, batch, seed, out, timeout, device), steps)
     if report is None:
         return
     if as_json:
@@ -214,6 +223,57 @@ def simulate(options: PlanOptions, as_json: JsonOption = False) -> None:
 
 
 @app.command()
+@takes_options
+def bench(
+    options: PlanOptions,
+    repeats: Annotated[
+        int, typer.Option(help="Timed rounds, after one that is not.", rich_help_panel=RUN)
+    ] = 5,
+    text: TextOption = None,
+    batch: BatchOption = 1,
+    seed: SeedOption = 0,
+    timeout: TimeoutOption = 600.0,
+    device: DeviceOption = "auto",
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Save the JSON.", rich_help_panel=OUTPUT),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time every strategy on this machine, beside its prediction.
+
+    Plans as [bold]simulate[/bold] does, runs each plan over local processes (or torchrun's, on
+    their GPUs where there are enough), holds each result against dense attention first, and times
+    all in turns. Ends with exit code 1 where a result is wrong. Best on an idle machine.
+
+    Examples:
+
+        ultraattn bench --mask causal --ranks 2
+        ultraattn bench --mask star --seqlen 4k --cluster here.json --ranks 2 --out star.json
+        torchrun --nproc-per-node 2 -m ultraattn.cli bench --dtype bfloat16 --head-dim 128
+    """
+    from ultraattn.cli.bench import BenchJob, bench_notes, bench_table, write_json
+    from ultraattn.cli.bench import bench as run_bench
+
+    steps = Steps(Console(stderr=True) if _first() else None)
+    job = BenchJob(options, text, batch, seed, repeats, timeout, device)
+    found = run_bench(job, steps)
+    if found is None:
+        return
+    if out is not None:
+        write_json(found.facts(), out)
+    if as_json:
+        _print_json(found.facts())
+    else:
+        console = Console(highlight=False)
+        console.print(bench_table(found))
+        for note in bench_notes(found):
+            console.print(note, markup=False, soft_wrap=True)
+    if found.wrong:
+        raise RunError("a result is wrong: " + "; ".join(found.wrong))
+
+
+@app.command()
 def profile(
     ranks: Annotated[int, typer.Option(help="Local processes, as in the runs to come.")] = 2,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The cluster's file.")] = Path(
@@ -246,6 +306,11 @@ def profile(
     for part in profile_tables(found):
         console.print(part)
     console.print(f"saved as {out}: pass --cluster {out}", soft_wrap=True)
+
+
+def _first() -> bool:
+    """Whether this is the only process, or the first of torchrun's."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _save(made: Plan, out: Path | None) -> None:

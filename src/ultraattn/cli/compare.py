@@ -28,19 +28,25 @@ class Verdict:
         return verify.above(self.errors, self.limits)
 
 
-def compare(problem: Problem, mask: Mask, x: Inputs, results: verify.Results) -> Verdict:
-    """Holds whole results against dense attention over whole inputs, on this process."""
-    lengths = Lengths(problem.q_len, problem.kv_len)
-    keys = np.arange(problem.kv_len, dtype=np.int64)
+class Judge:
+    """Dense attention over whole inputs, computed once on this process, and what it says."""
 
-    def visible(rows: Tensor) -> Tensor:
-        truth = mask.dense(rows.numpy(), keys, lengths, heads=problem.heads)[0]
-        return torch.from_numpy(np.ascontiguousarray(truth))
+    def __init__(self, problem: Problem, mask: Mask, x: Inputs) -> None:
+        lengths = Lengths(problem.q_len, problem.kv_len)
+        keys = np.arange(problem.kv_len, dtype=np.int64)
 
-    truth = verify.dense_results(x.q, x.k, x.v, x.dout, visible, problem.scale)
-    device = truth
-    if problem.dtype != "float64":
-        whole = visible(torch.arange(problem.q_len))
-        device = verify.device_results(x.q, x.k, x.v, x.dout, whole, problem.scale)
-    limits = verify.limit(DTYPES[problem.dtype], verify.compare(device, truth))
-    return Verdict(verify.compare(results, truth), limits)
+        def visible(rows: Tensor) -> Tensor:
+            truth = mask.dense(rows.numpy(), keys, lengths, heads=problem.heads)[0]
+            return torch.from_numpy(np.ascontiguousarray(truth))
+
+        self._truth = verify.dense_results(x.q, x.k, x.v, x.dout, visible, problem.scale)
+        device = self._truth
+        if problem.dtype != "float64":
+            whole = visible(torch.arange(problem.q_len))
+            device = verify.device_results(x.q, x.k, x.v, x.dout, whole, problem.scale)
+        alone = verify.compare(device, self._truth)
+        self._limits = verify.limit(DTYPES[problem.dtype], alone)
+
+    def verdict(self, results: verify.Results) -> Verdict:
+        """Holds whole results against dense attention."""
+        return Verdict(verify.compare(results, self._truth), self._limits)

@@ -69,13 +69,18 @@ class Prediction:
         }
 
 
-def predict(options: PlanOptions, steps: Steps) -> Prediction:
+def predict(options: PlanOptions, steps: Steps, ranks: int | None = None) -> Prediction:
     """Plans and simulates all strategies, or auto and the one that `--strategy` names.
+
+    Args:
+        options: as typed.
+        steps: shows which strategy is under way.
+        ranks: the ranks where no option says.
 
     Raises:
         InputError: an option cannot be served, or the cluster has no costs.
     """
-    mask, arguments = mask_of(options), arguments_of(options)
+    mask, arguments = mask_of(options), arguments_of(options, ranks=ranks)
     asked = arguments.pop("strategy", None)
     names = [*OWN, *RIVALS] if asked in (None, "auto") else ["auto", str(asked)]
     rows, refused = [], {}
@@ -85,7 +90,7 @@ def predict(options: PlanOptions, steps: Steps) -> Prediction:
                 made = planning.plan(mask, strategy=name, **arguments)
             except InputError as error:
                 # Only a rival's own refusal is an answer; all else is wrong for auto as well.
-                if name in OWN:
+                if name not in RIVALS:
                     raise
                 refused[name] = str(error)
                 continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ultraattn.cli.group import started_by_torchrun, torchrun_group
 from ultraattn.cli.options import DEFAULTS, PlanOptions, make_plan, plan_of, reason
 from ultraattn.cli.steps import Steps
 from ultraattn.errors import InputError, RunError
@@ -20,6 +20,7 @@ from ultraattn.plans.check import Pass
 if TYPE_CHECKING:
     from ultraattn.cli.compare import Verdict
     from ultraattn.cli.worker import RankResult
+    from ultraattn.runtime import verify
 
 README = Path(__file__).parents[3] / "README.md"
 
@@ -89,6 +90,7 @@ class Job:
     seed: int
     out: Path | None
     timeout_s: float
+    device: str = "auto"
 
 
 def run(job: Job, steps: Steps) -> Report | None:
@@ -101,7 +103,7 @@ def run(job: Job, steps: Steps) -> Report | None:
     if job.batch < 1:
         raise InputError(f"--batch {job.batch}: expected at least 1")
     name, data = read_text(job.text)
-    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+    if started_by_torchrun():
         return _run_joined(job, name, data, steps)
     plan, planning_s = _plan(job, len(data), steps)
     with steps.step("import torch"):
@@ -119,16 +121,13 @@ def run(job: Job, steps: Steps) -> Report | None:
 
 def _run_joined(job: Job, name: str, data: bytes, steps: Steps) -> Report | None:
     """As `run`, on one of the processes that torchrun started: rank 0 plans for all."""
-    import datetime
-
     import torch.distributed as dist
 
     from ultraattn.cli.layer import Text
     from ultraattn.cli.worker import run_rank
     from ultraattn.runtime import share
 
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=job.timeout_s))
-    try:
+    with torchrun_group(job.timeout_s, job.device) as device:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         plan, planning_s, error = None, None, None
         if rank == 0:
@@ -141,8 +140,8 @@ def _run_joined(job: Job, name: str, data: bytes, steps: Steps) -> Report | None
         except RunError:
             raise error or RunError(f"rank {rank}: rank 0 could not plan; see its error") from None
         text = Text(data, job.batch, job.seed)
-        with steps.step(f"join {ranks} ranks, run forward and backward"):
-            result = run_rank(plan, text)
+        with steps.step(f"join {ranks} ranks on {device.type}, run forward and backward"):
+            result = run_rank(plan, text, device)
         gathered: list[Any] | None = [None] * ranks if rank == 0 else None
         dist.gather_object(result, gathered)
         report = _report(plan, planning_s, name, text, gathered, steps) if gathered else None
@@ -152,8 +151,6 @@ def _run_joined(job: Job, name: str, data: bytes, steps: Steps) -> Report | None
         if report is None and wrong[0]:
             raise RunError(f"rank {rank}: the result is wrong; see rank 0")
         return report
-    finally:
-        dist.destroy_process_group()
 
 
 def _plan(
@@ -219,27 +216,30 @@ def _report(
     results: Sequence[RankResult],
     steps: Steps,
 ) -> Report:
-    import torch
-
-    from ultraattn.cli.compare import compare
+    from ultraattn.cli.compare import Judge
     from ultraattn.cli.layer import inputs
-    from ultraattn.runtime import verify
     from ultraattn.runtime.attention import mask_of
 
     ordered = tuple(sorted(results, key=lambda result: result.rank))
     problem = plan.problem
     with steps.step("dense attention in float64 on one process, and compare"):
         whole = inputs(problem, text, np.arange(problem.q_len), np.arange(problem.kv_len))
-        joined = {
-            which: torch.from_numpy(
-                plan.unshard(
-                    [result.tensors[which] for result in ordered],
-                    dim=2,
-                    keys=which in ("dk", "dv"),
-                )
-            )
-            for which in verify.NAMES
-        }
-        found = verify.Results(joined["out"], joined["dq"], joined["dk"], joined["dv"])
-        verdict = compare(problem, mask_of(plan, None), whole, found)
+        verdict = Judge(problem, mask_of(plan, None), whole).verdict(joined(plan, ordered))
     return Report(plan, planning_s, text.batch, name, ordered, verdict)
+
+
+def joined(plan: Plan, ordered: Sequence[RankResult]) -> verify.Results:
+    """The whole out, dQ, dK and dV from those of the ranks, in order."""
+    import torch
+
+    from ultraattn.runtime import verify
+
+    out, dq, dk, dv = (
+        torch.from_numpy(
+            plan.unshard(
+                [result.tensors[which] for result in ordered], dim=2, keys=which in ("dk", "dv")
+            )
+        )
+        for which in verify.NAMES
+    )
+    return verify.Results(out, dq, dk, dv)
