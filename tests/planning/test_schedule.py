@@ -209,6 +209,41 @@ def test_a_launch_beside_a_longer_one_delays_what_comes_before_it_or_after_it() 
     assert schedule(jobs, Effort.FAST).makespan == by_enumeration(jobs) == lower_bound(jobs)
 
 
+@st.composite
+def some_launches(draw: st.DrawFn) -> Jobs:
+    """Launches of one rank, after receives that wait for others, before sends of own or shared."""
+    counts = [draw(st.integers(1, 3)) for _ in range(4)]
+    kinds = [
+        k
+        for k, n in zip((OTHER_RECEIVE, RECEIVE, COMPUTE, SEND), counts, strict=True)
+        for _ in range(n)
+    ]
+    durations = draw(st.lists(st.integers(1, 20), min_size=len(kinds), max_size=len(kinds)))
+    depends: list[list[int]] = [[] for _ in kinds]
+    first = counts[0]
+    for at in range(1, 4):
+        before = range(first - counts[at - 1], first)
+        for job in range(first, first + counts[at]):
+            depends[job] = draw(st.lists(st.sampled_from(before), max_size=3, unique=True))
+        first += counts[at]
+    return Jobs.of(durations, [(kind,) for kind in kinds], depends)
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(st.one_of(some_launches(), some_jobs()))
+def test_no_schedule_beats_the_bound_whatever_launches_wait_for(jobs: Jobs) -> None:
+    found = schedule(jobs, Effort.FAST)
+    check_schedule(jobs, found)  # which refuses a bound above the makespan
+    shortest = Lists(jobs).makespan(Lists(jobs).search(found.start, 0, 300))
+    assert lower_bound(jobs) <= shortest
+
+
+def test_a_launch_that_receives_nothing_may_be_the_first_of_all() -> None:
+    streams = ((COMPUTE,), (COMPUTE,), (SEND,), (RECEIVE,), (OTHER_RECEIVE,))
+    jobs = Jobs.of([2, 3, 20, 8, 7], streams, [(), (3,), (0,), (4,), ()])
+    assert lower_bound(jobs) == by_enumeration(jobs) == 22
+
+
 def test_a_job_without_a_stream_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="KV3 has no stream"):
         Jobs.of([1, 1], [(0,), ()], [(), ()], ("Q3", "KV3"))

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import ultraattn as ua
+from tests.plans.samples import assigned, small
 from ultraattn.errors import RunError
+from ultraattn.runtime import tiles
 from ultraattn.runtime.dense import dense_attention, dense_backward
 from ultraattn.runtime.together import Together
 from ultraattn.runtime.transports.loopback import Loopback
@@ -83,3 +85,35 @@ def test_a_message_that_nobody_sends_runs_out_of_time():
     handle = links.transport(1).receive(0, torch.empty(4, dtype=torch.uint8), 7)
     with pytest.raises(RuntimeError, match="no message 7 from rank 0 to rank 1"):
         handle.wait(0.1)
+
+
+def test_head_ranges_that_touch_and_look_at_the_same_keys_are_one_call(monkeypatch):
+    calls = []
+
+    def counted(name, real):
+        return lambda *args, **options: calls.append(name) or real(*args, **options)
+
+    for name in ("forward_row", "backward_row"):
+        monkeypatch.setattr(tiles, name, counted(name, getattr(tiles, name)))
+    found = {}
+    for groups in (1, 4):
+        plan = small(
+            ua.masks.full(), heads=4, kv_heads=2, ranks=2, head_groups=groups, strategy="tile",
+            effort="instant",
+        )  # fmt: skip
+        plan = assigned(plan, lambda block: block.q_chunk % 2)
+        blocks = plan.forward.program.block_views
+        assert {b.head_stop - b.head_start for b in blocks} == {4 // groups}
+        random = torch.Generator().manual_seed(3)
+        q, dout, k, v = (
+            torch.randn(1, heads, plan.problem.q_len, 4, dtype=torch.float64, generator=random)
+            for heads in (4, 4, 2, 2)
+        )
+        together = Together(plan)
+        out, lse = together.forward(q, k, v)
+        grads = together.backward(dout, q, k, v, out, lse)
+        found[groups] = sorted(calls), (out, lse, *grads)
+        calls.clear()
+    assert found[4][0] == found[1][0]
+    for one, other in zip(found[1][1], found[4][1], strict=True):
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)

@@ -30,7 +30,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ultraattn.planning.schedule_model import HORIZON, Jobs
+from ultraattn.planning.schedule_model import Jobs
 
 
 def one_stream_bound(jobs: Sequence[tuple[int, int, int]]) -> int:
@@ -129,9 +129,9 @@ def _side(
     """Before a pivot (or after it, by `reached`): the time that its own jobs of the stream `row`
     need, and what each job of its stream, `some`, that may stand on either side of it adds."""
     counted = reached[pivot] & row
-    time, least = sum(duration[job] for job in _bits(counted)), HORIZON
-    for job in _bits(counted):
-        least = min(least, edge[job])
+    time = sum(duration[job] for job in _bits(counted))
+    # Where the pivot needs nothing of that stream itself, it may be the first of all.
+    least = min((edge[job] for job in _bits(counted)), default=edge[pivot])
     free = some & ~(1 << pivot) & ~both[0][pivot] & ~both[1][pivot]
     alone = []
     for x in _bits(free):
@@ -140,7 +140,7 @@ def _side(
         alone.append(sum(duration[job] for job in _bits(more)))
         for job in _bits(more):
             least = min(least, edge[job])
-    return time + (least if counted else 0), alone
+    return time + least, alone
 
 
 def _bits(some: int) -> list[int]:

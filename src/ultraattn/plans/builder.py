@@ -170,7 +170,9 @@ class ProgramBuilder:
                 depends_on=self._depends_on(reads, producer, order),
                 tile=Ragged.of([d.tile for d in drafts]),
             ),
-            streams=self._streams(kind, rank, reads, writes, values.rank),
+            streams=stream_columns(
+                stream_pairs(kind, rank, reads, writes, values.rank, self._nodes), len(drafts)
+            ),
             buffers=buffers,
         )
 
@@ -206,41 +208,55 @@ class ProgramBuilder:
         sizes = area * self._problem.widths.table[values.tensor, values.wide]
         return BufferColumns(column(values.rank[kept]), column(sizes[kept])), column(buffer_of)
 
-    def _streams(
-        self, kind: Ints, rank: Ints, reads: Ragged, writes: Ragged, rank_of: Ints
-    ) -> StreamColumns:
-        """Every stream with its tasks; see `stream_keys`."""
-        tasks, kinds = len(kind), len(STREAM_ORDER)
-        moves, shared = (kind == CODES[k] for k in (TaskKind.TRANSFER, TaskKind.COLLECTIVE))
-        alone = np.flatnonzero(~(moves | shared))
-        stream = [rank[alone] * kinds + STREAM_CODES[StreamKind.COMPUTE]]
-        task = [alone]
-        sent = moves[writes.row_of]
-        which, target = writes.row_of[sent], rank_of[writes.items[sent]]
-        source, node = rank[which], np.asarray(self._nodes, dtype=np.int64)
-        far = (node[source] != node[target]).astype(np.int64)
-        for end, links in ((source, SENDS), (target, RECEIVES)):
-            stream.append(end * kinds + links[far])
-            task.append(which)
-        for index in np.flatnonzero(shared).tolist():
-            keys = stream_keys(
-                TaskKind.COLLECTIVE,
-                int(rank[index]),
-                rank_of[reads.items[reads.offsets[index] : reads.offsets[index + 1]]].tolist(),
-                rank_of[writes.items[writes.offsets[index] : writes.offsets[index + 1]]].tolist(),
-                self._nodes,
-            )
-            numbers = [where * kinds + STREAM_CODES[what] for where, what in keys]
-            stream.append(np.array(numbers, dtype=np.int64))
-            task.append(np.full(len(numbers), index, dtype=np.int64))
-        each = np.unique(np.concatenate(stream) * max(1, tasks) + np.concatenate(task))
-        present, row = np.unique(each // max(1, tasks), return_inverse=True)
-        pairs = row.astype(np.int64) * max(1, tasks) + each % max(1, tasks)
-        return StreamColumns(
-            rank=column(present // kinds),
-            kind=column(present % kinds),
-            tasks=Ragged.of_pairs(pairs, len(present), max(1, tasks)),
+
+def stream_pairs(
+    kind: Ints, rank: Ints, reads: Ragged, writes: Ragged, rank_of: Ints, nodes: Sequence[int]
+) -> Ints:
+    """What `stream_keys` says of all tasks of a program.
+
+    Returns ``(stream rank * kinds of streams + stream kind) * tasks + task``, ascending: int64.
+
+    Args:
+        kind: code of each task's kind.
+        rank: of each task.
+        reads: values that each task reads.
+        writes: values that each task writes.
+        rank_of: rank of each value.
+        nodes: node of each rank.
+    """
+    tasks, kinds = max(1, len(kind)), len(STREAM_ORDER)
+    moves, shared = (kind == CODES[k] for k in (TaskKind.TRANSFER, TaskKind.COLLECTIVE))
+    alone = np.flatnonzero(~(moves | shared))
+    stream = [rank[alone] * kinds + STREAM_CODES[StreamKind.COMPUTE]]
+    task = [alone]
+    sent = moves[writes.row_of]
+    which, target = writes.row_of[sent], rank_of[writes.items[sent]]
+    source, node = rank[which], np.asarray(nodes, dtype=np.int64)
+    far = (node[source] != node[target]).astype(np.int64)
+    for end, links in ((source, SENDS), (target, RECEIVES)):
+        stream.append(end * kinds + links[far])
+        task.append(which)
+    for index in np.flatnonzero(shared).tolist():
+        read_ranks, write_ranks = (
+            rank_of[ragged.items[ragged.offsets[index] : ragged.offsets[index + 1]]].tolist()
+            for ragged in (reads, writes)
         )
+        keys = stream_keys(TaskKind.COLLECTIVE, int(rank[index]), read_ranks, write_ranks, nodes)
+        numbers = [where * kinds + STREAM_CODES[what] for where, what in keys]
+        stream.append(np.array(numbers, dtype=np.int64))
+        task.append(np.full(len(numbers), index, dtype=np.int64))
+    return np.unique(np.concatenate(stream) * tasks + np.concatenate(task))
+
+
+def stream_columns(pairs: Ints, tasks: int) -> StreamColumns:
+    """The streams that `stream_pairs` gives, each with its tasks in ascending order."""
+    base, kinds = max(1, tasks), len(STREAM_ORDER)
+    present, row = np.unique(pairs // base, return_inverse=True)
+    return StreamColumns(
+        rank=column(present // kinds),
+        kind=column(present % kinds),
+        tasks=Ragged.of_pairs(row * base + pairs % base, len(present), base),
+    )
 
 
 def stream_keys(

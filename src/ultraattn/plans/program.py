@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from ultraattn.chunks import Ints
 from ultraattn.enums import StrEnum
 from ultraattn.masks.grid import KIND_ORDER, BlockKind
@@ -317,14 +319,17 @@ class Program(ByContent):
         return tuple(Stream(rank, STREAM_ORDER[kind], tuple(tasks)) for rank, kind, tasks in rows)
 
     @cached_property
-    def producers(self) -> tuple[int, ...]:
+    def producer(self) -> Ints:
         """For each value, the first task that writes it, or -1 for the caller's tensors."""
-        producer = [-1] * len(self.values.rank)
-        for index, writes in enumerate(self.tasks.writes.rows()):
-            for value in writes:
-                if producer[value] < 0:
-                    producer[value] = index
-        return tuple(producer)
+        producer = np.full(len(self.values.rank), -1, dtype=np.int64)
+        # Backwards, so that the first to write has the last word.
+        producer[self.tasks.writes.items[::-1]] = self.tasks.writes.row_of[::-1]
+        return producer
+
+    @cached_property
+    def producers(self) -> tuple[int, ...]:
+        """`producer` as plain numbers."""
+        return tuple(self.producer.tolist())
 
     def ranks_of(self, task: Task) -> Iterator[int]:
         """The ranks that take part in a task, each once: the source first."""

@@ -14,7 +14,7 @@ from ultraattn.masks import Lengths, Mask
 from ultraattn.masks.grid import BlockKind
 from ultraattn.plans.passes import Pass
 from ultraattn.plans.plan import RankPlan, RankProgram
-from ultraattn.plans.program import Block, Compute
+from ultraattn.plans.program import Block, Compute, Value
 from ultraattn.plans.tensors import Tensor, accumulate_dtype
 from ultraattn.runtime.kernels import Piece, backward_row, forward_row
 from ultraattn.runtime.pieces import DTYPES, Pieces
@@ -72,25 +72,33 @@ class Tiles:
             for n in places
             if (v := program.values[n]).tensor is Tensor.LSE
         }
-        for number, place in places.items():
-            value = program.values[number]
-            if value.tensor is not Tensor.O:
-                continue
-            lse_number = lse_at[value.chunk, value.head_start, value.head_stop]
-            lse_place = places[lse_number]
-            row = [block for block in blocks if block.q_chunk == value.chunk]
-            for heads, line in _by_heads(row, (value.head_start, value.head_stop)):
-                q = pieces.assemble(task.reads, Tensor.Q, value.chunk, heads)
-                found = [self._piece(task, pieces, block, heads) for block in line]
-                out, lse = forward_row(
-                    q, found, self._plan.problem.scale, kernel=self._kernel,
-                    dim_v=self._plan.problem.value_dim,
-                )  # fmt: skip
-                if pieces.adopt(number, out) and pieces.adopt(lse_number, lse):
-                    continue
-                span = slice(heads[0] - value.head_start, heads[1] - value.head_start)
-                place[:, span].copy_(out)
-                lse_place[:, span].copy_(lse)
+        rows: dict[int, list[int]] = defaultdict(list)
+        for number in places:
+            if program.values[number].tensor is Tensor.O:
+                rows[program.values[number].chunk].append(number)
+        for chunk, numbers in rows.items():
+            row = [block for block in blocks if block.q_chunk == chunk]
+            for some in _touching(numbers, program.values):
+                span = (program.values[some[0]].head_start, program.values[some[-1]].head_stop)
+                for heads, line in _by_heads(row, span):
+                    q = pieces.assemble(task.reads, Tensor.Q, chunk, heads)
+                    found = [self._piece(task, pieces, block, heads) for block in line]
+                    made = forward_row(
+                        q, found, self._plan.problem.scale, kernel=self._kernel,
+                        dim_v=self._plan.problem.value_dim,
+                    )  # fmt: skip
+                    for number in some:
+                        value = program.values[number]
+                        a, b = max(value.head_start, heads[0]), min(value.head_stop, heads[1])
+                        if a >= b:
+                            continue
+                        lse_number = lse_at[value.chunk, value.head_start, value.head_stop]
+                        out, lse = (x[:, a - heads[0] : b - heads[0]] for x in made)
+                        if pieces.adopt(number, out) and pieces.adopt(lse_number, lse):
+                            continue
+                        part = slice(a - value.head_start, b - value.head_start)
+                        places[number][:, part].copy_(out)
+                        places[lse_number][:, part].copy_(lse)
 
     def _backward(
         self,
@@ -180,13 +188,34 @@ class Tiles:
         return table if len(table) == 1 else table[heads[0] : heads[1]]
 
 
+def _touching(numbers: Iterable[int], values: Mapping[int, Value]) -> list[list[int]]:
+    """Values of one chunk by head range, those whose ranges touch together."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers, key=lambda n: values[n].head_start):
+        if runs and values[runs[-1][-1]].head_stop == values[number].head_start:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
+
+
 def _by_heads(blocks: Iterable[Block], heads: HeadRange) -> list[tuple[HeadRange, list[Block]]]:
-    """Cuts a head range where the blocks of a row differ by head."""
+    """Cuts a head range where the blocks of a row differ by head: one call for each part.
+
+    Blocks of two head ranges that touch are one call where both look at the same keys.
+    """
     blocks = list(blocks)
     cuts = {heads[0], heads[1]}
     cuts |= {h for b in blocks for h in (b.head_start, b.head_stop) if heads[0] < h < heads[1]}
-    ordered = sorted(cuts)
-    return [
-        ((a, b), [x for x in blocks if x.head_start <= a and b <= x.head_stop])
-        for a, b in pairwise(ordered)
-    ]
+    parts: list[tuple[HeadRange, list[Block]]] = []
+    for a, b in pairwise(sorted(cuts)):
+        line = [x for x in blocks if x.head_start <= a and b <= x.head_stop]
+        if parts and _keys(parts[-1][1]) == _keys(line):
+            parts[-1] = ((parts[-1][0][0], b), parts[-1][1])
+        else:
+            parts.append(((a, b), line))
+    return parts
+
+
+def _keys(line: Iterable[Block]) -> list[tuple[int, BlockKind, int, int]]:
+    return [(block.kv_chunk, block.kind, block.lo, block.hi) for block in line]

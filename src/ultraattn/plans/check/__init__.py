@@ -2,7 +2,8 @@
 
 Each rule is one function over `Facts` that raises `PlanError` with the rule's name first. The
 rules stand in the order in which a fault is easiest to read: numbers before places, places before
-order, order before coverage.
+order, order before coverage. Rules that look at tasks and values one by one run only where the
+columns as a whole do not show that they hold (`plain`).
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from ultraattn.plans.check.facts import Facts
 from ultraattn.plans.check.numbers import NUMBER_RULES
 from ultraattn.plans.check.order import ORDER_RULES
 from ultraattn.plans.check.places import PLACE_RULES
+from ultraattn.plans.check.plain import Plain
 from ultraattn.plans.layout import Layout
 from ultraattn.plans.passes import Pass
 from ultraattn.plans.problem import Problem
 from ultraattn.plans.program import Program
 
 __all__ = ["Pass", "check_program"]
+
+TASK_RULES = (*PLACE_RULES, *ORDER_RULES, *COVER_RULES, *BUFFER_RULES)
 
 
 def check_program(
@@ -33,5 +37,9 @@ def check_program(
 ) -> None:
     """Raises PlanError, naming the rule and the task or value, where the program is unsound."""
     facts = Facts(pass_, problem, q_layout, kv_layout, nodes, program)
-    for rule in (*NUMBER_RULES, *PLACE_RULES, *ORDER_RULES, *COVER_RULES, *BUFFER_RULES):
+    for rule in NUMBER_RULES:
         rule(facts)
+    plain = Plain(facts)
+    for rule in TASK_RULES:
+        if not getattr(plain, rule.__name__)():
+            rule(facts)

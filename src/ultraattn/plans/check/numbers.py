@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 
 import numpy as np
 
@@ -62,15 +61,30 @@ def numbers_in_range(facts: Facts) -> None:
             )
     _ops(facts)
     _covers_ascend(facts)
-    for index, value in enumerate(facts.values):
-        layout = facts.layout(value.tensor)
-        if not 0 <= value.chunk < len(layout.chunks):
-            raise facts.fail(RULE, f"value {index} names chunk {value.chunk}")
-        rows, heads = len(layout.chunks[value.chunk]), facts.problem.heads_of(value.tensor)
-        if not (0 <= value.row_start <= value.row_stop <= rows) or not (
-            0 <= value.head_start < value.head_stop <= heads
-        ):
-            raise facts.fail(RULE, f"value {index}, {value.place()}, of {rows} rows, {heads} heads")
+    _extents(facts)
+
+
+def _extents(facts: Facts) -> None:
+    """Rows and heads of values lie within their chunks."""
+    v = facts.program.values
+    keys = np.array([tensor.by_key for tensor in TENSOR_ORDER])[v.tensor]
+    sizes = [layout.chunks.sizes() for layout in (facts.q_layout, facts.kv_layout)]
+    known = (v.chunk >= 0) & (v.chunk < np.where(keys, len(sizes[1]), len(sizes[0])))
+    for index in np.flatnonzero(~known).tolist():
+        raise facts.fail(RULE, f"value {index} names chunk {int(v.chunk[index])}")
+    rows = np.zeros(len(keys), dtype=np.int64)
+    for by_key, size in enumerate(sizes):
+        mine = keys == bool(by_key)
+        rows[mine] = size[v.chunk[mine]]
+    heads = np.where(keys, facts.problem.kv_heads, facts.problem.heads)
+    wrong = (v.row_start < 0) | (v.row_start > v.row_stop) | (v.row_stop > rows)
+    wrong |= (v.head_start < 0) | (v.head_start >= v.head_stop) | (v.head_stop > heads)
+    for index in np.flatnonzero(wrong).tolist():
+        raise facts.fail(
+            RULE,
+            f"value {index}, {facts.values[index].place()}, of {int(rows[index])} rows, "
+            f"{int(heads[index])} heads",
+        )
 
 
 def _tables(facts: Facts) -> None:
@@ -145,14 +159,14 @@ def _covers_ascend(facts: Facts) -> None:
 def blocks_are_the_mask(facts: Facts) -> None:
     """Blocks do not overlap, weigh what their kind says, and together hold every visible pair."""
     _weights(facts)
-    seen: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
-    total = 0
-    for index, block in enumerate(facts.blocks):
-        total += block.weight
-        for start, stop, other in seen[block.q_chunk, block.kv_chunk]:
-            if start < block.head_stop and block.head_start < stop:
-                raise facts.fail("blocks", f"blocks {other} and {index} hold the same pairs")
-        seen[block.q_chunk, block.kv_chunk].append((block.head_start, block.head_stop, index))
+    c = facts.program.blocks
+    order = np.lexsort((c.head_start, c.kv_chunk, c.q_chunk))
+    q, kv, start, stop = (x[order] for x in (c.q_chunk, c.kv_chunk, c.head_start, c.head_stop))
+    meet = (q[1:] == q[:-1]) & (kv[1:] == kv[:-1]) & (start[1:] < stop[:-1])
+    for at in np.flatnonzero(meet).tolist():
+        pair = sorted((int(order[at]), int(order[at + 1])))
+        raise facts.fail("blocks", f"blocks {pair[0]} and {pair[1]} hold the same pairs")
+    total = sum(c.weight.tolist())
     if total != facts.problem.visible_pairs:
         raise facts.fail(
             "blocks",
