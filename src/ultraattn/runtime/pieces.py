@@ -114,6 +114,18 @@ class Pieces:
             found = self._assembled[key] = self._assemble(numbers, tensor, chunk, heads)
         return found
 
+    def stands(
+        self, numbers: tuple[int, ...], tensor: Tensor, chunk: int, heads: tuple[int, int]
+    ) -> bool:
+        """Whether `assemble` would copy nothing: one value holds it all, or none is among them."""
+        values = [self.values[n] for n in numbers]
+        some = [v for v in values if v.tensor is tensor and v.chunk == chunk]
+        if not some:
+            return True
+        layout = self.kv_layout if tensor.by_key else self.q_layout
+        wanted = Value(tensor, chunk, 0, len(layout.chunks[chunk]), *heads, rank=-1)
+        return any(_holds(v, wanted) for v in some)
+
     def _assemble(
         self, numbers: tuple[int, ...], tensor: Tensor, chunk: int, heads: tuple[int, int]
     ) -> Array:
@@ -125,12 +137,7 @@ class Pieces:
             if self.values[n].tensor is tensor and self.values[n].chunk == chunk
         ]
         for held, number in parts:
-            if (
-                held.row_start <= wanted.row_start
-                and wanted.row_stop <= held.row_stop
-                and held.head_start <= wanted.head_start
-                and wanted.head_stop <= held.head_stop
-            ):
+            if _holds(held, wanted):
                 return part_of(self.get(number), held, wanted)
         first = self.get(parts[0][1])
         whole = first.new_empty((self.batch, wanted.heads, wanted.rows, *first.shape[3:]))
@@ -167,6 +174,16 @@ def copy_overlap(target: Array, to: Value, source: Array, held: Value) -> None:
             heads[0] - held.head_start : heads[1] - held.head_start,
             rows[0] - held.row_start : rows[1] - held.row_start,
         ]
+    )
+
+
+def _holds(held: Value, wanted: Value) -> bool:
+    """Whether the rows and heads of one value are among those of the other."""
+    return (
+        held.row_start <= wanted.row_start
+        and wanted.row_stop <= held.row_stop
+        and held.head_start <= wanted.head_start
+        and wanted.head_stop <= held.head_stop
     )
 
 

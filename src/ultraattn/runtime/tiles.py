@@ -67,38 +67,33 @@ class Tiles:
         pieces: Pieces,
         places: Mapping[int, Array],
     ) -> None:
-        lse_at = {
-            (v.chunk, v.head_start, v.head_stop): n
-            for n in places
-            if (v := program.values[n]).tensor is Tensor.LSE
-        }
-        rows: dict[int, list[int]] = defaultdict(list)
+        lse_at: dict[tuple[int, int, int], int] = {}
+        wanted: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         for number in places:
-            if program.values[number].tensor is Tensor.O:
-                rows[program.values[number].chunk].append(number)
-        for chunk, numbers in rows.items():
+            value = program.values[number]
+            if value.tensor is Tensor.LSE:
+                lse_at[value.chunk, value.head_start, value.head_stop] = number
+            elif value.tensor is Tensor.O:
+                wanted[value.chunk].append((value.head_start, value.head_stop, number))
+        for chunk, values in wanted.items():
             row = [block for block in blocks if block.q_chunk == chunk]
-            for some in _touching(numbers, program.values):
-                span = (program.values[some[0]].head_start, program.values[some[-1]].head_stop)
-                for heads, line in _by_heads(row, span):
-                    q = pieces.assemble(task.reads, Tensor.Q, chunk, heads)
-                    found = [self._piece(task, pieces, block, heads) for block in line]
-                    made = forward_row(
-                        q, found, self._plan.problem.scale, kernel=self._kernel,
-                        dim_v=self._plan.problem.value_dim,
-                    )  # fmt: skip
-                    for number in some:
-                        value = program.values[number]
-                        a, b = max(value.head_start, heads[0]), min(value.head_stop, heads[1])
-                        if a >= b:
-                            continue
-                        lse_number = lse_at[value.chunk, value.head_start, value.head_stop]
-                        out, lse = (x[:, a - heads[0] : b - heads[0]] for x in made)
-                        if pieces.adopt(number, out) and pieces.adopt(lse_number, lse):
-                            continue
-                        part = slice(a - value.head_start, b - value.head_start)
-                        places[number][:, part].copy_(out)
-                        places[lse_number][:, part].copy_(lse)
+            for heads, line in self._lines(task, pieces, row, [v[:2] for v in values]):
+                q = pieces.assemble(task.reads, Tensor.Q, chunk, heads)
+                found = [self._piece(task, pieces, block, heads) for block in line]
+                out, lse = forward_row(
+                    q, found, self._plan.problem.scale, kernel=self._kernel,
+                    dim_v=self._plan.problem.value_dim,
+                )  # fmt: skip
+                for start, stop, number in values:
+                    a, b = max(start, heads[0]), min(stop, heads[1])
+                    if a >= b:
+                        continue
+                    lse_number = lse_at[chunk, start, stop]
+                    part, part_lse = (x[:, a - heads[0] : b - heads[0]] for x in (out, lse))
+                    if pieces.adopt(number, part) and pieces.adopt(lse_number, part_lse):
+                        continue
+                    places[number][:, a - start : b - start].copy_(part)
+                    places[lse_number][:, a - start : b - start].copy_(part_lse)
 
     def _backward(
         self,
@@ -134,10 +129,8 @@ class Tiles:
         for block in blocks:
             rows[block.q_chunk].append(block)
         for chunk, row in rows.items():
-            everything = (min(b.head_start for b in row), max(b.head_stop for b in row))
-            for heads, line in _by_heads(row, everything):
-                if not line:
-                    continue
+            ranges = [(block.head_start, block.head_stop) for block in row]
+            for heads, line in self._lines(task, pieces, row, ranges):
                 q, dout, lse, delta = (
                     pieces.assemble(task.reads, tensor, chunk, heads)
                     for tensor in (Tensor.Q, Tensor.DO, Tensor.LSE, Tensor.DELTA)
@@ -156,6 +149,39 @@ class Tiles:
                 place.zero_()
             elif not pieces.adopt(number, sums[number]):
                 place.copy_(sums[number])
+
+    def _lines(
+        self, task: Compute, pieces: Pieces, row: list[Block], ranges: list[HeadRange]
+    ) -> list[tuple[HeadRange, list[Block]]]:
+        """Head ranges that hold `ranges`, each with the blocks of a row of chunks for its heads.
+
+        Neighbours with the same blocks are one where their inputs stand side by side: a launch
+        over more heads fills the device better than two.
+        """
+        found: list[tuple[HeadRange, list[Block]]] = []
+        for heads, line in _by_heads(row, ranges):
+            if found and found[-1][0][1] == heads[0] and _alike(found[-1][1], line):
+                joined = found[-1][0][0], heads[1]
+                if self._stands(task, pieces, row[0].q_chunk if row else -1, line, joined):
+                    found[-1] = joined, found[-1][1]
+                    continue
+            found.append((heads, line))
+        return found
+
+    def _stands(
+        self, task: Compute, pieces: Pieces, chunk: int, line: list[Block], heads: HeadRange
+    ) -> bool:
+        """Whether each input of blocks stands in one value for all these heads."""
+        problem = self._plan.problem
+        kv_heads = problem.kv_range(*heads)
+        return all(
+            pieces.stands(task.reads, tensor, chunk, heads)
+            for tensor in (Tensor.Q, Tensor.DO, Tensor.LSE, Tensor.DELTA)
+        ) and all(
+            pieces.stands(task.reads, tensor, block.kv_chunk, kv_heads)
+            for tensor in (Tensor.K, Tensor.V)
+            for block in line
+        )
 
     def _piece(self, task: Compute, pieces: Pieces, block: Block, heads: HeadRange) -> Piece:
         problem = self._plan.problem
@@ -199,23 +225,21 @@ def _touching(numbers: Iterable[int], values: Mapping[int, Value]) -> list[list[
     return runs
 
 
-def _by_heads(blocks: Iterable[Block], heads: HeadRange) -> list[tuple[HeadRange, list[Block]]]:
-    """Cuts a head range where the blocks of a row differ by head: one call for each part.
-
-    Blocks of two head ranges that touch are one call where both look at the same keys.
-    """
-    blocks = list(blocks)
-    cuts = {heads[0], heads[1]}
-    cuts |= {h for b in blocks for h in (b.head_start, b.head_stop) if heads[0] < h < heads[1]}
-    parts: list[tuple[HeadRange, list[Block]]] = []
-    for a, b in pairwise(sorted(cuts)):
-        line = [x for x in blocks if x.head_start <= a and b <= x.head_stop]
-        if parts and _keys(parts[-1][1]) == _keys(line):
-            parts[-1] = ((parts[-1][0][0], b), parts[-1][1])
-        else:
-            parts.append(((a, b), line))
-    return parts
+def _by_heads(
+    blocks: Iterable[Block], ranges: Iterable[HeadRange]
+) -> list[tuple[HeadRange, list[Block]]]:
+    """Cuts head ranges where they or the blocks of a row differ by head."""
+    blocks, ranges = list(blocks), list(ranges)
+    cuts = {h for some in ranges for h in some}
+    cuts |= {h for b in blocks for h in (b.head_start, b.head_stop)}
+    return [
+        ((a, b), [x for x in blocks if x.head_start <= a and b <= x.head_stop])
+        for a, b in pairwise(sorted(cuts))
+        if any(start <= a and b <= stop for start, stop in ranges)
+    ]
 
 
-def _keys(line: Iterable[Block]) -> list[tuple[int, BlockKind, int, int]]:
-    return [(block.kv_chunk, block.kind, block.lo, block.hi) for block in line]
+def _alike(some: list[Block], others: list[Block]) -> bool:
+    """Whether two lists hold the same blocks but for their heads."""
+    keys = [[(b.kv_chunk, b.kind, b.lo, b.hi) for b in line] for line in (some, others)]
+    return keys[0] == keys[1]
