@@ -1,8 +1,8 @@
 """Arranges a pass: how much each launch and message holds, then the order of everything.
 
 The stage between the dependency graph and the plan (article, chapters 6 and 7): launches and
-messages are joined where the cluster's costs favour it (`fusion`), then every stream's order is
-fixed by the schedule of least makespan (`schedule`).
+messages are joined by when they can run (`coarsen`) and where the cluster's costs favour it
+(`fusion`), then every stream's order is fixed by the schedule of least makespan (`schedule`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ultraattn.cluster.costs import Costs
+from ultraattn.planning.coarsen import coarser
 from ultraattn.planning.dependency_graph import build_finest
 from ultraattn.planning.fusion import Fuser, How, groups_like
 from ultraattn.planning.fusion_candidates import KernelLimits
@@ -66,15 +67,22 @@ class Arranger:
     ) -> Arranged:
         """The fastest arrangement, simulated, in which ``ranks[b]`` computes ``blocks[b]``.
 
-        Compared are `by_arrival` as it is, the same launches in scheduled order, and launches
-        and messages joined by the costs, in scheduled order; so none is ever slower than what
-        was given. `instant` compares nothing.
+        Compared are `by_arrival` as it is, its launches joined by when they can run, the
+        fastest of these in scheduled order, and launches and messages joined by the costs, in
+        scheduled order; so none is ever slower than what was given. `instant` compares nothing.
         """
         found = [self.timed(by_arrival, ())]
-        if 0 < len(by_arrival.tasks.rank) <= MOST_TASKS[effort]:
-            found.append(self.scheduled(by_arrival, (), effort))
-        if 0 < len(blocks) <= MOST_BLOCKS[effort]:
-            fused, note = self.fused(blocks, ranks, by_arrival, effort)
+        if effort is Effort.INSTANT or not len(blocks):
+            return found[0]
+        for name, coarse in coarser(by_arrival, self.problem, self.nodes):
+            note = _launches_note(coarse, blocks, by_arrival, f"joined by arrival ({name})")
+            found.append(self.timed(coarse, (note,)))
+        first = min(found, key=lambda arranged: arranged.time_ns)
+        for start in dict.fromkeys((found[0], first)):
+            if len(start.program.tasks.rank) <= MOST_TASKS[effort]:
+                found.append(self.scheduled(start.program, start.notes, effort))
+        if len(blocks) <= MOST_BLOCKS[effort]:
+            fused, note = self.fused(blocks, ranks, (by_arrival, first.program), effort)
             found.append(self.scheduled(fused, (note,), effort))
         return min(found, key=lambda arranged: arranged.time_ns)
 
@@ -91,9 +99,20 @@ class Arranger:
         return self.timed(reorder(program, found), (*notes, note))
 
     def fused(
-        self, blocks: Sequence[Block], ranks: Sequence[int], by_arrival: Program, effort: Effort
+        self,
+        blocks: Sequence[Block],
+        ranks: Sequence[int],
+        starts: Sequence[Program],
+        effort: Effort,
     ) -> tuple[Program, str]:
-        """Launches and messages joined where the costs favour it, and a note on it."""
+        """Launches and messages joined where the costs favour it, and a note on it.
+
+        The search starts from single blocks, and from launches like those of `starts`, of which
+        the first has them by arrival.
+
+        A launch may hold any blocks: where a kernel takes rectangles alone, the runtime calls it
+        for each, and the costs count these calls.
+        """
         finest = build_finest(*self._given, blocks, ranks)
         quantum = quantum_of(task_seconds(*self._given, finest, self.costs))
         fuser = Fuser(
@@ -101,14 +120,11 @@ class Arranger:
             self.problem,
             self.nodes,
             cost_of(*self._given, self.costs, quantum),
-            KernelLimits(block_sets=any(kernel.block_sets for kernel in self.costs.kernels)),
-            seeds=[groups_like(finest, by_arrival)],
+            KernelLimits(),
+            seeds=[groups_like(finest, start) for start in starts],
         )
         fused = fuser.choose(How.SEARCH, rounds=2 if effort is Effort.BEST else 1).program
-        return fused, (
-            f"launches: {_launches(fused)} for {len(blocks)} blocks, where arrival alone gives "
-            f"{_launches(by_arrival)}"
-        )
+        return fused, _launches_note(fused, blocks, starts[0], "joined by their costs")
 
     @property
     def _given(self) -> tuple[Pass, Problem, Layout, Layout, Sequence[int]]:
@@ -116,6 +132,13 @@ class Arranger:
 
     def _simulated_s(self, program: Program) -> float:
         return simulate_pass(*self._given, program, self.costs).makespan_s
+
+
+def _launches_note(program: Program, blocks: Sequence[Block], by_arrival: Program, how: str) -> str:
+    return (
+        f"launches {how}: {_launches(program)} for {len(blocks)} blocks, where arrival alone "
+        f"gives {_launches(by_arrival)}"
+    )
 
 
 def _launches(program: Program) -> int:

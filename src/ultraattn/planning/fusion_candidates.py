@@ -100,7 +100,7 @@ def _launches(program: Program, kernel: KernelLimits) -> Iterable[Group]:
 
 
 def _sets_of(program: Program, launches: Sequence[Compute]) -> Iterable[Sequence[Compute]]:
-    waits = {task.index: _arrivals(program, task) for task in launches}
+    waits = {task.index: arrivals(program, task) for task in launches}
     source = {t: frozenset(program.task_views[a].rank for a in waits[t]) for t in waits}
 
     def row(task: Compute) -> object:
@@ -129,7 +129,7 @@ def _sets_of(program: Program, launches: Sequence[Compute]) -> Iterable[Sequence
     yield launches
 
 
-def _arrivals(program: Program, task: Task) -> frozenset[int]:
+def arrivals(program: Program, task: Task) -> frozenset[int]:
     """The transfers and collectives that a task waits for."""
     moves = (TaskKind.TRANSFER, TaskKind.COLLECTIVE)
     return frozenset(d for d in task.depends_on if program.task_views[d].kind in moves)
