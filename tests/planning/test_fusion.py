@@ -207,6 +207,15 @@ def finest(name: str, ranks: int, *, kv_heads: int = 2) -> Plan:
 
 
 PLANS = {(name, ranks): finest(name, ranks) for name in MASKS for ranks in (2, 3)}
+SPREAD = {
+    pass_: build_finest(
+        pass_, PLANS["full", 3].problem, PLANS["full", 3].q_layout, PLANS["full", 3].kv_layout,
+        (0, 0, 0), blocks, [(block.q_chunk + block.kv_chunk) % 3 for block in blocks],
+    )
+    for pass_ in Pass
+    for blocks in [PLANS["full", 3].pass_plan(pass_).program.block_views]
+}  # fmt: skip
+"""Partial results of every rank for every other, of queries and (backward) of keys."""
 
 limits = st.builds(
     KernelLimits,
@@ -216,9 +225,7 @@ limits = st.builds(
 )
 links = st.builds(
     LinkLimits,
-    collectives=st.frozensets(
-        st.sampled_from([CollectiveOp.BROADCAST, CollectiveOp.ALL_GATHER, CollectiveOp.ALL_TO_ALL])
-    ),
+    collectives=st.frozensets(st.sampled_from(CollectiveOp)),
     messages=st.booleans(),
 )
 
@@ -318,6 +325,35 @@ def test_transfers_to_all_become_one_all_gather() -> None:
     check_program(
         Pass.FORWARD, plan.problem, plan.q_layout, plan.kv_layout, plan.place.node_of, made
     )
+
+
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_partial_results_for_all_become_one_reduce_scatter_of_queries_and_one_of_keys(
+    pass_: Pass,
+) -> None:
+    plan, program = PLANS["full", 3], SPREAD[pass_]
+    link = LinkLimits(frozenset({CollectiveOp.REDUCE_SCATTER}), messages=False)
+    groups = [g for g in candidates(program, KernelLimits(), link) if g.op is not None]
+    assert len(groups) == (1 if pass_ is Pass.FORWARD else 2)
+    graph = contract(program, groups)
+    assert graph is not None
+    made = graph.finish(plan.problem, plan.place.node_of)
+    check_program(pass_, plan.problem, plan.q_layout, plan.kv_layout, plan.place.node_of, made)
+    scatters = [task for task in made.task_views if isinstance(task, Collective)]
+    assert {task.op for task in scatters} == {CollectiveOp.REDUCE_SCATTER}
+    results = {program.value_views[v] for v in range(len(program.values.rank))
+               if program.values.buffer[v] < 0 and program.producers[v] >= 0}  # fmt: skip
+    assert {made.value_views[v]._replace(buffer=-1) for t in scatters for v in t.writes} == {
+        result for result in results if result.tensor in pass_.results
+    }
+    before, after = (account(plan.problem, p, (0, 0, 0)) for p in (program, made))
+    assert before.sent.tolist() == after.sent.tolist()
+
+
+def test_partial_results_of_some_pairs_of_ranks_are_no_reduce_scatter() -> None:
+    link = LinkLimits(frozenset({CollectiveOp.REDUCE_SCATTER}), messages=False)
+    program = PLANS["causal", 3].backward.program
+    assert not [g for g in candidates(program, KernelLimits(), link) if g.op is not None]
 
 
 @pytest.mark.parametrize("pass_", list(Pass))

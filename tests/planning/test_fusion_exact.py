@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from tests.plans.samples import small
+from tests.plans.samples import assigned, small
 
 import ultraattn as ua
 from ultraattn.planning.dependency_graph import build_finest
@@ -111,10 +111,42 @@ def test_shaken_plans_are_exact_and_move_the_planned_bytes(
     passes = {
         str(p): dataclasses.replace(plan.pass_plan(p), program=shaken(plan, p, draw)) for p in Pass
     }
-    plan = dataclasses.replace(plan, **passes)
+    check_runs(dataclasses.replace(plan, **passes), mask, local_ranks)
+
+
+def test_collectives_in_place_of_messages_are_exact_and_move_the_planned_bytes(
+    local_ranks: Pool,
+) -> None:
+    mask, ranks = ua.masks.full(), 3
+    plan = small(
+        mask, seqlen=51, heads=2, kv_heads=1, ranks=ranks, chunks=ranks, strategy="tile",
+        effort="instant",
+    )  # fmt: skip
+    plan = assigned(plan, lambda block: (block.q_chunk + block.kv_chunk) % ranks)
+    passes, found = {}, set()
+    for pass_ in Pass:
+        part = plan.pass_plan(pass_)
+        links = LinkLimits(frozenset(CollectiveOp), messages=False)
+        groups: list[Group] = []
+        for group in candidates(part.program, KernelLimits(), links):
+            apart = not {t for other in groups for t in other.tasks}.intersection(group.tasks)
+            if group.op is not None and apart and contract(part.program, [*groups, group]):
+                groups.append(group)
+        graph = contract(part.program, groups)
+        assert graph is not None
+        program = graph.finish(plan.problem, plan.place.node_of)
+        passes[str(pass_)] = dataclasses.replace(part, program=program)
+        found |= {group.op for group in groups}
+    assert CollectiveOp.REDUCE_SCATTER in found
+    assert len(found) > 1
+    check_runs(dataclasses.replace(plan, **passes), mask, local_ranks)
+
+
+def check_runs(plan: Plan, mask: ua.masks.Mask, local_ranks: Pool) -> None:
+    """Exact, with the planned bytes, in the planned order, on real processes."""
     plan.check()
     given = tensors(plan)
-    results = local_ranks(ranks).run(recorded, plan, given)
+    results = local_ranks(plan.ranks).run(recorded, plan, given)
     for index, pass_ in enumerate(Pass):
         counted = np.array([result["bytes"][index] for result in results])
         assert counted[:, 0].tolist() == (BATCH * plan.account(pass_).sent).tolist()

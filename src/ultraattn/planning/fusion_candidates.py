@@ -24,10 +24,12 @@ from ultraattn.plans.program import (
     Block,
     CollectiveOp,
     Compute,
+    Merge,
     Program,
     Task,
     TaskKind,
     Transfer,
+    Value,
 )
 
 
@@ -259,17 +261,20 @@ def _runs(transfers: Sequence[Transfer]) -> Iterable[Sequence[Transfer]]:
 
 
 def _collectives(program: Program, allowed: frozenset[CollectiveOp]) -> Iterable[Group]:
-    """Transfers of inputs that together are a broadcast, an all-gather or an all-to-all.
+    """Transfers of inputs that together are a broadcast, an all-gather or an all-to-all; of partial
+    results, with the merges at their owners, a reduce-scatter.
 
     A transfer that waits for more than what it carries stays a transfer.
     """
-    free = [
+    alone = [
         task
         for task in _transfers(program)
         if set(task.depends_on) <= {program.producers[v] for v in task.reads}
         and len(_targets(program, task)) == 1
-        and all(not program.value_views[v].cover for v in task.reads)
     ]
+    free = [t for t in alone if all(not program.value_views[v].cover for v in t.reads)]
+    if CollectiveOp.REDUCE_SCATTER in allowed:
+        yield from _reduce_scatters(program, alone)
     if CollectiveOp.BROADCAST in allowed:
         for tasks in _same_content(program, free).values():
             if len(tasks) > 1:
@@ -316,3 +321,54 @@ def _all_to_all_of(
         ranks = {rank for pair in pairs for rank in pair}
         if len(ranks) > 1 and len(pairs) == len(ranks) * (len(ranks) - 1):
             yield _collective(some, op)
+
+
+def _reduce_scatters(program: Program, transfers: Sequence[Transfer]) -> Iterable[Group]:
+    """Results of queries, and of keys, where every pair of ranks has a partial for the other."""
+    values, producers = program.value_views, program.producers
+    readers: dict[int, set[int]] = defaultdict(set)
+    for task in program.task_views:
+        for value in task.reads:
+            readers[value].add(task.index)
+    for by_key in (False, True):
+        merges = {
+            task.index: task
+            for task in program.task_views
+            if isinstance(task, Merge)
+            and all(values[v].buffer < 0 and values[v].tensor.by_key is by_key for v in task.writes)
+            and all(any(_alike(values[v], values[w]) for w in task.writes) for v in task.reads)
+        }
+        carried = {task.index: task for task in transfers}
+        while True:  # Merges and transfers that belong to no others; each drop may cause another.
+            lost = {
+                index
+                for index, task in carried.items()
+                if not all(readers[v] and readers[v] <= merges.keys() for v in task.writes)
+            }
+            carried = {index: task for index, task in carried.items() if index not in lost}
+            kept = {
+                index: task
+                for index, task in merges.items()
+                if all(
+                    values[v].rank == task.rank
+                    and (
+                        producers[v] in carried
+                        or not isinstance(program.task_views[producers[v]], Transfer)
+                    )
+                    for v in task.reads
+                )
+                and any(producers[v] in carried for v in task.reads)
+            }
+            if not lost and len(kept) == len(merges):
+                break
+            merges = kept
+        pairs = {(t.rank, target) for t in carried.values() for target in _targets(program, t)}
+        ranks = {rank for pair in pairs for rank in pair}
+        if len(ranks) > 1 and len(pairs) == len(ranks) * (len(ranks) - 1):
+            tasks = tuple(sorted((*carried, *merges)))
+            yield Group(tasks, TaskKind.TRANSFER, CollectiveOp.REDUCE_SCATTER)
+
+
+def _alike(part: Value, whole: Value) -> bool:
+    """Whether a partial result holds the rows and heads of a whole one, and no others."""
+    return part[:6] == whole[:6]

@@ -36,7 +36,10 @@ from ultraattn.plans.tensors import Tensor
 
 @dataclass(frozen=True)
 class Group:
-    """Tasks that become one: launches, messages, or (with `op`) messages as a collective."""
+    """Tasks that become one: launches, messages, or (with `op`) messages as a collective.
+
+    A reduce-scatter stands for the messages of partial results and the merges that read them.
+    """
 
     tasks: tuple[int, ...]
     """Ascending."""
@@ -230,6 +233,13 @@ class _Contraction:
 
     def _finish(self, node: Node, group: Group) -> bool:
         """Makes a node of joined tasks what its group says; False where that cannot be."""
+        if group.op is CollectiveOp.REDUCE_SCATTER:
+            # What the messages brought for the merges exists no longer.
+            arrived = set(node.writes).intersection(node.reads)
+            if any(set(self.tasks.readers[v]) - set(node.members) for v in arrived):
+                return False
+            node.reads = [v for v in node.reads if v not in arrived]
+            node.writes = [v for v in node.writes if v not in arrived]
         if group.op is not None:
             node.kind, node.op = TaskKind.COLLECTIVE, COLLECTIVE_ORDER.index(group.op)
             node.rank = min(self.values[v].rank for v in (*node.reads, *node.writes))
