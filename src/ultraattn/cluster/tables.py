@@ -47,7 +47,7 @@ class KernelTable:
                 "rows of q tokens, kv tokens and heads of at least 1 and a time above 0"
             )
 
-    @property
+    @cached_property
     def start_s(self) -> float:
         """The start-up: the least time in the table."""
         return min(row[3] for row in self.rows)
@@ -154,12 +154,12 @@ class Link:
         seconds = np.minimum.accumulate(rows[::-1, 1])[::-1]
         return np.log2(rows[:, 0]), np.log2(seconds)
 
-    @property
+    @cached_property
     def start_s(self) -> float:
         """The time of the smallest message: start-up, not shared with others."""
         return float(2.0 ** self._curve[1][0])
 
-    @property
+    @cached_property
     def bytes_per_s(self) -> float:
         """The rate of a very large message, start-up taken off."""
         sizes, seconds = self._curve

@@ -27,6 +27,12 @@ from ultraattn.plans.program import Block, LocalOp, Program, Value
 from ultraattn.plans.tensors import Tensor
 
 HeadRange = tuple[int, int]
+Group = tuple[HeadRange, tuple[int, ...]]
+"""A head range of one chunk, and the blocks of a launch in it."""
+Lines = list[tuple[int, list[Group]]]
+"""Chunks of a launch."""
+Piece = tuple[int, int, tuple[int, ...]]
+"""First and last head of what is there, and a value of each tensor that moves with it."""
 
 START, INPUTS, WORK, END = range(4)
 """Phases of the order of issue."""
@@ -74,13 +80,15 @@ class _Graph:
     builder: ProgramBuilder
     ranks: Sequence[int]
     outputs: set[int] = field(default_factory=set)
-    # Values of an input tensor at a rank, by (rank, tensor, chunk).
-    at: dict[tuple[int, Tensor, int], list[int]] = field(default_factory=lambda: defaultdict(list))
+    # The owner's whole value of an input tensor, by (tensor, chunk).
+    owned: dict[tuple[Tensor, int], int] = field(default_factory=dict)
+    # What a rank has of a chunk, by (rank, by_key, chunk): heads, and a value of each tensor.
+    at: dict[tuple[int, bool, int], list[Piece]] = field(default_factory=lambda: defaultdict(list))
     # Arrival step of a chunk at a rank, by (rank, by_key, chunk); absent where it is owned.
     arrival: dict[tuple[int, bool, int], int] = field(default_factory=dict)
-    # Partial results at a rank, by (rank, tensor, chunk, heads).
-    partials: dict[tuple[int, Tensor, int, HeadRange], list[int]] = field(
-        default_factory=lambda: defaultdict(list)
+    # Partial results at a rank, by rank and (tensor, chunk, heads).
+    partials: dict[int, dict[tuple[Tensor, int, HeadRange], list[int]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(list))
     )
 
     # Of each block, by whether keys are asked for: its chunk and its head range.
@@ -112,16 +120,16 @@ class _Graph:
         """The owner's whole value of an input tensor."""
         layout = self.layout(tensor.by_key)
         rank = layout.owners[chunk]
-        known = self.at[rank, tensor, chunk]
-        if not known:
+        known = self.owned.get((tensor, chunk))
+        if known is None:
             heads = self.problem.heads_of(tensor)
             rows = len(layout.chunks[chunk])
-            value = self.builder.value(Value(tensor, chunk, 0, rows, 0, heads, rank))
-            known.append(value)
+            known = self.builder.value(Value(tensor, chunk, 0, rows, 0, heads, rank))
+            self.owned[tensor, chunk] = known
             if tensor is Tensor.DELTA:
                 reads = [self.own(Tensor.DO, chunk), self.own(Tensor.O, chunk)]
-                self.builder.local(LocalOp.DELTA, rank, reads, [value], (START, rank, chunk))
-        return known[0]
+                self.builder.local(LocalOp.DELTA, rank, reads, [known], (START, rank, chunk))
+        return known
 
     def send_inputs(self) -> None:
         """One message for each (chunk, rank that needs it): all its tensors, the heads needed."""
@@ -134,8 +142,9 @@ class _Graph:
         for rank, by_key, chunk in needs:
             owner = self.layout(by_key).owners[chunk]
             if owner == rank:
-                for tensor in self.moving(by_key):
-                    self.own(tensor, chunk)
+                whole = tuple(self.own(tensor, chunk) for tensor in self.moving(by_key))
+                every = self.problem.kv_heads if by_key else self.problem.heads
+                self.at[rank, by_key, chunk].append((0, every, whole))
             else:
                 step = (owner - rank) % self.q_layout.ranks
                 queue[rank].append((step, chunk, by_key))
@@ -148,14 +157,16 @@ class _Graph:
     def _send_chunk(
         self, rank: int, by_key: bool, chunk: int, heads: list[HeadRange], key: Key
     ) -> None:
-        reads, writes = [], []
+        reads = []
+        arrived: list[list[int]] = [[] for _ in heads]
         for tensor in self.moving(by_key):
             source = self.own(tensor, chunk)
             reads.append(source)
-            for start, stop in heads:
-                value = self.builder.part(source, rank, (start, stop))
-                self.at[rank, tensor, chunk].append(value)
-                writes.append(value)
+            for span, values in zip(heads, arrived, strict=True):
+                values.append(self.builder.part(source, rank, span))
+        for (start, stop), values in zip(heads, arrived, strict=True):
+            self.at[rank, by_key, chunk].append((start, stop, tuple(values)))
+        writes = [value for each in zip(*arrived, strict=True) for value in each]
         self.builder.transfer(self.layout(by_key).owners[chunk], reads, writes, key)
 
     # Tiles
@@ -167,9 +178,10 @@ class _Graph:
             mine[rank].append(block)
         for rank in sorted(mine):
             tiles = self._tiles(rank, mine[rank])
-            several = self._in_several_tiles(rank, tiles)
+            lines = [self._lines(tile) for _, tile in tiles]
+            several = self._in_several_tiles(rank, lines)
             for number, (ready, tile) in enumerate(tiles):
-                self._launch(rank, tile, (WORK, ready, rank, number), several)
+                self._launch(rank, tile, lines[number], (WORK, ready, rank, number), several)
             self._send_partials(rank, tiles)
 
     def _ready(self, rank: int, block: int) -> int:
@@ -199,68 +211,80 @@ class _Graph:
             tiles.append((ready, 1, group))
         return [(ready, tile) for ready, _, tile in sorted(tiles)]
 
+    def _lines(self, tile: list[int]) -> tuple[Lines, Lines]:
+        """The query chunks and the key chunks of a launch, each with its head ranges and blocks."""
+        found: list[Lines] = []
+        for by_key in (False, True):
+            chunks = self.chunks[by_key]
+            lines: dict[int, list[int]] = defaultdict(list)
+            for block in tile:
+                lines[chunks[block]].append(block)
+            heads = self.heads[by_key]
+            found.append([(c, self._by_heads(heads, blocks)) for c, blocks in lines.items()])
+        return found[0], found[1]
+
     def _in_several_tiles(
-        self, rank: int, tiles: list[tuple[int, list[int]]]
-    ) -> set[tuple[Tensor, int, HeadRange]]:
+        self, rank: int, tiles: list[tuple[Lines, Lines]]
+    ) -> set[tuple[bool, int, HeadRange]]:
         """Results that are another rank's and come from several launches: kept wide until sent."""
-        seen: set[tuple[Tensor, int, HeadRange]] = set()
-        several: set[tuple[Tensor, int, HeadRange]] = set()
-        for _, tile in tiles:
-            for tensor in self.pass_.results:
-                owners = self.layout(tensor.by_key).owners
-                lines: dict[int, list[int]] = defaultdict(list)
-                for block in tile:
-                    chunk = self.chunks[tensor.by_key][block]
+        seen: set[tuple[bool, int, HeadRange]] = set()
+        several: set[tuple[bool, int, HeadRange]] = set()
+        for by_key in sorted({tensor.by_key for tensor in self.pass_.results}):
+            owners = self.layout(by_key).owners
+            for lines in tiles:
+                for chunk, groups in lines[by_key]:
                     if owners[chunk] != rank:
-                        lines[chunk].append(block)
-                for chunk, blocks in lines.items():
-                    for heads, _ in self._by_heads(tensor, blocks):
-                        key = (tensor, chunk, heads)
-                        (several if key in seen else seen).add(key)
+                        for heads, _ in groups:
+                            key = (by_key, chunk, heads)
+                            (several if key in seen else seen).add(key)
         return several
 
     def _launch(
-        self, rank: int, tile: list[int], key: Key, several: set[tuple[Tensor, int, HeadRange]]
+        self,
+        rank: int,
+        tile: list[int],
+        lines: tuple[Lines, Lines],
+        key: Key,
+        several: set[tuple[bool, int, HeadRange]],
     ) -> None:
         reads: dict[int, None] = {}
         for by_key in (False, True):
             chunk_of, span_of = self.chunks[by_key], self.heads[by_key]
-            needed = dict.fromkeys((chunk_of[block], span_of[block]) for block in tile)
-            for tensor in self.moving(by_key):
-                for chunk, (start, stop) in needed:
-                    for value in self.at[rank, tensor, chunk]:
-                        v = self.builder.values[value]
-                        if v.head_start < stop and start < v.head_stop:
-                            reads[value] = None
+            needed = dict.fromkeys([(chunk_of[block], span_of[block]) for block in tile])
+            pieces = [
+                values
+                for chunk, (start, stop) in needed
+                for first, last, values in self.at[rank, by_key, chunk]
+                if first < stop and start < last
+            ]
+            for of_tensor in zip(*pieces, strict=True):
+                reads.update(dict.fromkeys(of_tensor))
         writes = []
-        lines: tuple[dict[int, list[int]], ...] = (defaultdict(list), defaultdict(list))
-        for by_key in (False, True):
-            for block in tile:
-                lines[by_key][self.chunks[by_key][block]].append(block)
+        partials = self.partials[rank]
         for tensor in self.pass_.results:
-            for chunk, blocks in lines[tensor.by_key].items():
-                rows = len(self.layout(tensor.by_key).chunks[chunk])
-                for heads, cover in self._by_heads(tensor, blocks):
-                    wide = (tensor, chunk, heads) in several
+            by_key = tensor.by_key
+            chunks = self.layout(by_key).chunks
+            for chunk, groups in lines[by_key]:
+                rows = len(chunks[chunk])
+                for heads, cover in groups:
+                    wide = (by_key, chunk, heads) in several
                     value = self.builder.value(
-                        Value(tensor, chunk, 0, rows, *heads, rank, wide=wide, cover=cover)
+                        Value(tensor, chunk, 0, rows, heads[0], heads[1], rank, wide, -1, cover)
                     )
-                    self.partials[rank, tensor, chunk, heads].append(value)
+                    partials[tensor, chunk, heads].append(value)
                     writes.append(value)
         self.builder.compute(rank, tile, reads, writes, key)
 
-    def _by_heads(
-        self, tensor: Tensor, blocks: Sequence[int]
-    ) -> list[tuple[HeadRange, tuple[int, ...]]]:
+    @staticmethod
+    def _by_heads(heads: Sequence[HeadRange], blocks: Sequence[int]) -> list[Group]:
         """Blocks of one chunk by head range; ranges of key/value heads that meet are joined."""
-        heads = self.heads[tensor.by_key]
-        spans = {block: heads[block] for block in blocks}
-        if len(set(spans.values())) == 1:
-            return [(spans[blocks[0]], tuple(sorted(blocks)))]
-        joined = _joined(spans.values())
+        spans = [heads[block] for block in blocks]
+        different = set(spans)
+        if len(different) == 1:
+            return [(spans[0], tuple(sorted(blocks)))]
         return [
-            (span, tuple(sorted(b for b in blocks if span[0] <= spans[b][0] < span[1])))
-            for span in joined
+            (span, tuple(sorted([b for b in blocks if span[0] <= heads[b][0] < span[1]])))
+            for span in _joined(different)
         ]
 
     # Results
@@ -273,19 +297,20 @@ class _Graph:
                 for by_key in (False, True):
                     last[by_key, self.chunks[by_key][block]] = ready
         messages: dict[tuple[int, bool, int], list[int]] = defaultdict(list)
-        for at, tensor, chunk, heads in [key for key in self.partials if key[0] == rank]:
+        mine = self.partials[rank]
+        for tensor, chunk, heads in list(mine):
             owner = self.layout(tensor.by_key).owners[chunk]
-            if at == owner or tensor is Tensor.LSE:  # An LSE goes with its O.
+            if rank == owner or tensor is Tensor.LSE:  # An LSE goes with its O.
                 continue
             group = (tensor, Tensor.LSE) if tensor is Tensor.O else (tensor,)
-            parts = [self.partials.pop((rank, each, chunk, heads)) for each in group]
+            parts = [mine.pop((each, chunk, heads)) for each in group]
             key = (WORK, last[tensor.by_key, chunk], rank, len(self.ranks) + chunk)
             messages[owner, tensor.by_key, chunk] += self._join(rank, parts, heads, key)
         for (owner, by_key, chunk), sent in messages.items():
             arrived = [self.builder.copy(part, owner) for part in sent]
             for value in arrived:
                 v = self.builder.values[value]
-                self.partials[owner, v.tensor, chunk, (v.head_start, v.head_stop)].append(value)
+                self.partials[owner][v.tensor, chunk, (v.head_start, v.head_stop)].append(value)
             number = 2 * len(self.ranks) + 2 * chunk + by_key
             self.builder.transfer(rank, sent, arrived, (WORK, last[by_key, chunk], rank, number))
 
@@ -306,8 +331,9 @@ class _Graph:
     def merge_results(self) -> None:
         """One merge for each result chunk and head range at its owner; zeros where nothing is."""
         by_chunk: dict[tuple[Tensor, int], dict[HeadRange, list[int]]] = defaultdict(dict)
-        for (_, tensor, chunk, heads), parts in self.partials.items():
-            by_chunk[tensor, chunk].setdefault(heads, []).extend(parts)
+        for held in self.partials.values():
+            for (tensor, chunk, heads), parts in held.items():
+                by_chunk[tensor, chunk].setdefault(heads, []).extend(parts)
         groups = (
             ((Tensor.O, Tensor.LSE),)
             if self.pass_ is Pass.FORWARD

@@ -11,10 +11,18 @@ from ultraattn.errors import InputError
 from ultraattn.masks import Lengths, Mask
 from ultraattn.planning.assign import TileOptions, assign_tiles
 from ultraattn.planning.choose import best_passes
+from ultraattn.planning.collecting import no_collecting
 from ultraattn.planning.layout import LayoutName
 from ultraattn.planning.layout_search import searched
 from ultraattn.planning.passes import Where, plan_pass
-from ultraattn.planning.setting import Setting, Shape, at_level_degree, default_layout, setting
+from ultraattn.planning.setting import (
+    Setting,
+    Shape,
+    at_level_degree,
+    default_layout,
+    setting,
+    uneven_rows,
+)
 from ultraattn.planning.sizes import Units
 from ultraattn.planning.tiling import Effort
 from ultraattn.plans.check import Pass
@@ -30,6 +38,7 @@ PLANNER_VERSION = "1"
 """Changes whenever the same inputs would give other plan bytes."""
 
 
+@no_collecting()
 def plan(
     mask: Mask,
     *,
@@ -155,6 +164,12 @@ def settings(
             return make(name, chunks)
         return at_level_degree(lambda count: make(name, count), options.eta)
 
+    if strategy == "auto" and options.effort is Effort.INSTANT and chunks is None:
+        # One layout is all that the time allows: mirrored pieces where rows would be uneven.
+        first = make(layout, None)
+        if layout == LayoutName.AUTO and uneven_rows(first) > options.eta:
+            first = make(LayoutName.ZIGZAG, None)
+        return [first]
     found = [at(layout)]
     if isinstance(layout, Layout):
         return found

@@ -122,7 +122,7 @@ def at_level_degree(make: Callable[[int | None], Setting], eta: Fraction = DEFAU
         if factor > 1 and degree > (MOST_CHUNKS if factor <= 8 else FEW_CHUNKS):
             break
         made = first if factor == 1 else make(degree)
-        uneven = max(min(_uneven(made), _uneven_rows(made)) - eta, Fraction(0))
+        uneven = max(min(_uneven(made), uneven_rows(made)) - eta, Fraction(0))
         partial = max(_partial_share(made) - MOST_PARTIAL, Fraction(0))
         if not uneven and not partial:
             return made
@@ -150,7 +150,7 @@ def _uneven(made: Setting) -> Fraction:
     return imbalance(weight, made.q_layout.ranks)
 
 
-def _uneven_rows(made: Setting) -> Fraction:
+def uneven_rows(made: Setting) -> Fraction:
     """How far the busiest row owner is above the mean."""
     load = np.zeros(made.q_layout.ranks, dtype=np.int64)
     rows = made.grid.weights[0].sum(axis=(0, 2))

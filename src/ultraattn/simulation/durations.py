@@ -13,8 +13,10 @@ sets runs the tile as one launch as large as all of its blocks. The faster kerne
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ultraattn.chunks import Ints
 from ultraattn.cluster.costs import HOW_TO_MEASURE, Costs, Kernel
@@ -240,13 +242,28 @@ def _as_rectangles(
     servable = ~odd | _serves_partial(kernel, pass_)
     p = pieces.take(np.flatnonzero(servable))
     if len(p.task):
+        # Few shapes stand for many pieces: tables are read once a shape.
+        first, shape = _distinct(p.q_tokens, p.kv_tokens, p.heads, p.weight, p.kind == PARTIAL)
+        one = p.take(first)
         bodies = costs.bodies(
-            kernel, pass_, p.q_tokens, p.kv_tokens, p.heads, p.weight / p.area,
-            p.kind == PARTIAL, factor,
-        )  # fmt: skip
+            kernel, pass_, one.q_tokens, one.kv_tokens, one.heads, one.weight / one.area,
+            one.kind == PARTIAL, factor,
+        )[shape]  # fmt: skip
         seconds = seconds + np.bincount(p.task, weights=bodies, minlength=len(launches))
     seconds[pieces.task[~servable]] = np.inf
     return seconds
+
+
+def _distinct(*columns: npt.NDArray[Any]) -> tuple[Ints, Ints]:
+    """A row of each kind, and of every row which kind it is."""
+    kind = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        known, number = np.unique(column, return_inverse=True)
+        kind = kind * len(known) + number
+        if len(known) > 1:
+            kind = np.unique(kind, return_inverse=True)[1].astype(np.int64)
+    _, first = np.unique(kind, return_index=True)
+    return first.astype(np.int64), kind
 
 
 def _as_sets(
