@@ -119,7 +119,7 @@ def kernel_cells() -> list[dict[str, Any]]:
     shapes = [(32, n, n, causal) for n in (1024, 2048, 4096, 8192, 16384) for causal in (0, 1)]
     shapes += [(32, 2048, 8192, 0), (32, 8192, 2048, 0), (32, 512, 4096, 0)]
     shapes += [(1, 16384, 16384, 0), (1, 1024, 1024, 0)]
-    on_cuda = [kernel for kernel in KERNELS if kernel.name in ("cudnn", "flash2", "masked")]
+    on_cuda = [kernel for kernel in KERNELS if kernel.name in ("cudnn", "flash2", "sparse")]
     for kernel, (heads, rows, cols, causal) in itertools.product(on_cuda, shapes):
         cell = {
             "kernel": kernel.name, "heads": heads, "q": rows, "kv": cols, "causal": bool(causal)
@@ -397,6 +397,7 @@ def main() -> None:
     )
     parser.add_argument("--strategies", default="tile,allgather,heads,zigzag,ring")
     parser.add_argument("--parts", default="dense,trace,sparse", help="of peers")
+    parser.add_argument("--masks", default="", help="of peers: only these sparse masks")
     parser.add_argument("--out", default="benchmarks/results")
     options = parser.parse_args()
     folder = Path(options.out)
@@ -411,7 +412,8 @@ def main() -> None:
         import gpu_peers
 
         parts = options.parts.split(",")
-        args = (options.ranks, port, options.seconds, str(folder), parts)
+        masks = options.masks.split(",") if options.masks else []
+        args = (options.ranks, port, options.seconds, str(folder), parts, masks)
         torch.multiprocessing.spawn(gpu_peers.work, args, nprocs=options.ranks)
         return
     path = str(folder / f"gpu_plans_{options.ranks}.json")

@@ -53,7 +53,8 @@ class Run:
 class Bench:
     """One rank's group, cell by cell."""
 
-    def __init__(self, rank: int, ranks: int, end: float) -> None:
+    def __init__(self, rank: int, ranks: int, end: float, masks: list[str]) -> None:
+        self.masks = masks
         self.rank, self.ranks, self.end = rank, ranks, end
         self.mesh = dist.device_mesh.init_device_mesh(gpu.DEVICE, (ranks,))
         self.alone = [dist.new_group([r]) for r in range(ranks)][rank]
@@ -402,6 +403,8 @@ class Bench:
                 "streaming": ua.masks.streaming(),
             }
             for name, mask in masks.items():
+                if self.masks and name not in self.masks:
+                    continue
                 if self.late():
                     return
                 window, parts = 4096 * (name == "window"), packed if name == "document" else []
@@ -525,7 +528,15 @@ def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-def work(rank: int, ranks: int, port: int, seconds: float, folder: str, parts: list[str]) -> None:
+def work(
+    rank: int,
+    ranks: int,
+    port: int,
+    seconds: float,
+    folder: str,
+    parts: list[str],
+    masks: list[str],
+) -> None:
     """The parts on one rank, each cell written as it comes."""
     faulthandler.dump_traceback_later(seconds + 60, exit=True)
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -534,7 +545,7 @@ def work(rank: int, ranks: int, port: int, seconds: float, folder: str, parts: l
     dist.init_process_group(
         "nccl", init_method=address, rank=rank, world_size=ranks,
     )  # fmt: skip
-    bench = Bench(rank, ranks, time.monotonic() + seconds)
+    bench = Bench(rank, ranks, time.monotonic() + seconds, masks)
     for part in parts:
         cells: list[dict[str, Any]] = []
         for cell in getattr(bench, part)():

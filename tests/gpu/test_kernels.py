@@ -5,7 +5,7 @@ import torch
 
 from tests.gpu.cases import DEVICE, draw, error
 from ultraattn.masks.grid import OPEN_HI, OPEN_LO, BlockKind
-from ultraattn.runtime.kernels import Piece, cudnn, flash2, masked, reference, standin
+from ultraattn.runtime.kernels import Piece, cudnn, flash2, reference, sparse, standin
 from ultraattn.runtime.merge import merge_partials
 
 SHAPES = {
@@ -24,10 +24,10 @@ CAUSAL = ("full", "one row", "causal", "strict causal", "end-aligned", "more que
 SERVED = {
     cudnn: CAUSAL,
     flash2: (*CAUSAL, "anti-causal", "window"),
-    masked: tuple(SHAPES),
+    sparse: tuple(SHAPES),
 }
 CELLS = [(kernel, shape) for kernel, shapes in SERVED.items() for shape in shapes]
-DIMS = {cudnn: (64, 96, 128), flash2: (64, 96, 128, 192, 256), masked: (40, 64, 128, 256)}
+DIMS = {cudnn: (64, 96, 128), flash2: (64, 96, 128, 192, 256), sparse: (40, 64, 128, 256)}
 HEADS = ((4, 4), (8, 2), (8, 1))
 
 
@@ -103,14 +103,14 @@ def test_a_kernel_equals_the_reference(kernel, shape):
             check(kernel, q, piece, 0.17)
 
 
-@pytest.mark.parametrize("kernel", [cudnn, masked], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", [cudnn, sparse], ids=lambda k: k.name)
 def test_values_of_another_width(kernel):
     for dim, dim_v in ((128, 64), (64, 128)):
         q, piece = piece_of("causal", 3, 4, 2, dim, dim_v)
         check(kernel, q, piece, dim**-0.5)
 
 
-@pytest.mark.parametrize("kernel", [cudnn, flash2, masked], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", [cudnn, flash2, sparse], ids=lambda k: k.name)
 def test_float16_and_head_ranges_that_split_a_group(kernel):
     q, piece = piece_of("end-aligned", 4, 6, 3, 64, 64, torch.float16)
     check(
@@ -122,19 +122,19 @@ def test_float16_and_head_ranges_that_split_a_group(kernel):
     )
 
 
-def test_masked_takes_float32():
+def test_sparse_takes_float32():
     for shape in ("window", "partial"):
         q, piece = piece_of(shape, 5, 4, 2, 64, 64, torch.float32)
-        check(masked, q, piece, 0.125, 3e-6)
+        check(sparse, q, piece, 0.125, 3e-6)
 
 
-def test_masked_is_bit_equal_from_run_to_run():
+def test_sparse_is_bit_equal_from_run_to_run():
     q, piece = piece_of("partial", 6, 8, 2, 128, 128)
-    out, lse = masked.forward(q, piece, 0.1)
+    out, lse = sparse.forward(q, piece, 0.1)
     delta = lse * 0.1
     delta[lse.isinf()] = 0.0
-    first, second = (masked.backward(q, q, lse, delta, piece, 0.1) for _ in range(2))
-    assert torch.equal(out, masked.forward(q, piece, 0.1)[0])
+    first, second = (sparse.backward(q, q, lse, delta, piece, 0.1) for _ in range(2))
+    assert torch.equal(out, sparse.forward(q, piece, 0.1)[0])
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

@@ -21,7 +21,7 @@ MASKS = {
 SHAPES = [(32, 32, 64), (32, 8, 128), (8, 1, 96)]
 KERNELS = {
     "auto": MASKS,
-    "masked": MASKS,
+    "sparse": MASKS,
     "flash2": ("full", "causal"),
     "cudnn": ("full", "causal"),
 }

@@ -11,6 +11,7 @@ from torch import Tensor as Array
 from ultraattn.plans.layout import Layout
 from ultraattn.plans.program import Value
 from ultraattn.plans.tensors import SUMMED, Tensor, Widths
+from ultraattn.runtime.fold import row_dots
 
 DTYPES = {
     "float64": torch.float64,
@@ -71,6 +72,7 @@ class Pieces:
     batch: int
     stored: dict[int, Array] = field(default_factory=dict)
     _own: dict[int, Array] = field(default_factory=dict)
+    _deltas: Array | None = None
     _assembled: dict[tuple[object, ...], Array] = field(default_factory=dict)
     """What `assemble` gave since the last `put` or `drop`: the blocks of a launch share chunks."""
 
@@ -98,6 +100,21 @@ class Pieces:
             return False
         self.stored[number] = tensor
         return True
+
+    def stand(self, number: int, tensor: Array) -> None:
+        """Lets a value be `tensor`, in place of its buffer if it has one."""
+        self._assembled.clear()
+        self.stored[number] = tensor
+
+    def own_deltas(self) -> Array:
+        """delta of all of this rank's own rows, (batch, heads, local tokens), in one pass."""
+        if self._deltas is None:
+            dout, out = self.own[Tensor.DO], self.own[Tensor.O]
+            self._deltas = torch.empty(dout.shape[:3], dtype=torch.float32, device=dout.device)
+            row_dots(dout, out, self._deltas)
+            if Tensor.DELTA in self.own:
+                self._deltas.sub_(self.own[Tensor.DELTA])
+        return self._deltas
 
     def drop(self, number: int) -> None:
         """Forgets a value that nothing reads any more."""

@@ -47,6 +47,8 @@ def delta(
     """
     for number, place in places.items():
         value = values[number]
+        if _adopt_own_delta(number, parts[number], values, pieces):
+            continue
         heads = (value.head_start, value.head_stop)
         dout, out = (
             pieces.assemble(parts[number], tensor, value.chunk, heads)
@@ -60,6 +62,25 @@ def delta(
             place.copy_((dout.to(place.dtype) * out.to(place.dtype)).sum(-1))
         if Tensor.DELTA in pieces.own:
             place.sub_(pieces.own_place(number))
+
+
+def _adopt_own_delta(
+    number: int, parts: Sequence[int], values: Mapping[int, Value], pieces: Pieces
+) -> bool:
+    """Lets a delta be part of one pass over all of the rank's own rows, where that can be.
+
+    Spares a launch for every chunk.
+    """
+    dout, out = pieces.own[Tensor.DO], pieces.own[Tensor.O]
+    if any(values[n].buffer >= 0 for n in parts) or dout.device.type != "cuda":
+        return False
+    if dout.shape[-1] != out.shape[-1] or not can_fold(dout, out):
+        return False
+    value = values[number]
+    start = pieces.q_layout.offsets[value.chunk]
+    rows = slice(start + value.row_start, start + value.row_stop)
+    some = pieces.own_deltas()[:, value.head_start : value.head_stop, rows]
+    return pieces.adopt(number, some)
 
 
 def merge(
@@ -79,12 +100,20 @@ def merge(
             here = [n for n in parts[number] if _holds(values[n], atom)]
             tensors = [part_of(pieces.get(n), values[n], atom) for n in here]
             target = part_of(place, value, atom)
+            if len(tensors) == 1 and _is_same(tensors[0], target):
+                continue  # written there at once
             if is_summed(value):
                 sum_partials(tensors, out=target)
                 continue
             lses = [_lse_of(n, parts[lse_number], values, pieces, atom) for n in here]
             lse_target = part_of(places[lse_number], values[lse_number], atom)
             merge_partials(tensors, lses, out=target, lse_out=lse_target)
+
+
+def _is_same(a: Array, b: Array) -> bool:
+    return (a.data_ptr(), a.dtype, a.shape, a.stride()) == (
+        b.data_ptr(), b.dtype, b.shape, b.stride(),
+    )  # fmt: skip
 
 
 def _partner(number: int, places: Mapping[int, Array], values: Mapping[int, Value]) -> int:

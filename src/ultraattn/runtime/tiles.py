@@ -18,6 +18,7 @@ from ultraattn.plans.program import Block, Compute, Value
 from ultraattn.plans.tensors import Tensor, accumulate_dtype
 from ultraattn.runtime.kernels import Piece, backward_row, forward_row
 from ultraattn.runtime.pieces import DTYPES, Pieces
+from ultraattn.runtime.sets import Sets
 
 HeadRange = tuple[int, int]
 MASK_CACHE_BYTES = 64 * 2**20
@@ -41,6 +42,7 @@ class Tiles:
         self._kernel = kernel
         self._device = torch.device(device)
         self._lengths = Lengths(plan.problem.q_len, plan.problem.kv_len)
+        self._sets = Sets(plan, mask, kernel, self._device)
         self._masks: OrderedDict[tuple[int, int], Array] = OrderedDict()
         self._mask_bytes = 0
 
@@ -54,7 +56,12 @@ class Tiles:
     ) -> None:
         """Fills `places` with the partial results of the task's tile."""
         blocks = [program.blocks[block] for block in task.tile]
-        if pass_ is Pass.FORWARD:
+        launch = self._sets.of(pass_, task, blocks)
+        if launch is not None and pass_ is Pass.FORWARD:
+            self._sets.forward(launch, task, program, pieces, places)
+        elif launch is not None:
+            self._sets.backward(launch, task, program, pieces, places)
+        elif pass_ is Pass.FORWARD:
             self._forward(task, blocks, program, pieces, places)
         else:
             self._backward(task, blocks, program, pieces, places)

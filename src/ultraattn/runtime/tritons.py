@@ -5,7 +5,8 @@ Modules with Triton kernels import everywhere; a kernel that is launched without
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ultraattn.errors import MissingExtraError
@@ -48,6 +49,15 @@ if tl is None:
     tl = _Language()
 
 
-def kernel(function: Callable[..., None]) -> Any:
-    """`triton.jit`, or a stand-in that raises when it is launched."""
-    return _Missing(function) if triton is None else triton.jit(function)
+def kernel(function: Callable[..., None] | None = None, *, any_value: Sequence[str] = ()) -> Any:
+    """`triton.jit`, or a stand-in that raises when it is launched.
+
+    Args:
+        function: the kernel; None to make a decorator.
+        any_value: arguments whose value (1, a multiple of 16) gets no kernel of its own.
+    """
+    if function is None:
+        return functools.partial(kernel, any_value=any_value)
+    if triton is None:
+        return _Missing(function)
+    return triton.jit(function, do_not_specialize=list(any_value))

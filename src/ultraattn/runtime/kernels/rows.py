@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ultraattn.errors import InputError
 from ultraattn.masks.grid import BlockKind
-from ultraattn.runtime.kernels import cudnn, flash2, masked, reference, torch_cpu
+from ultraattn.runtime.kernels import cudnn, flash2, reference, sparse, torch_cpu
 from ultraattn.runtime.kernels.base import Kernel, Piece, check_piece
 from ultraattn.runtime.merge import NEG_INF, accumulate_dtype, merge_partials, sum_partials
 
-KERNELS: tuple[Kernel, ...] = (torch_cpu, cudnn, flash2, masked, reference)
+KERNELS: tuple[Kernel, ...] = (torch_cpu, cudnn, sparse, flash2, reference)
 """In order of preference, the fastest first; the last serves everything."""
 
 NAMES: tuple[str, ...] = ("auto", *(kernel.name for kernel in KERNELS))
