@@ -10,7 +10,7 @@ import numpy as np
 
 from ultraattn.chunks import Ints
 from ultraattn.errors import InputError
-from ultraattn.planning.blocks import blocks_of, head_ranges
+from ultraattn.planning.blocks import head_ranges
 from ultraattn.planning.bounds import lower_bound
 from ultraattn.planning.ledger import NO_RANK, TilingProblem, evaluate
 from ultraattn.planning.setting import Setting, nominal_weights
@@ -146,7 +146,7 @@ def assign_rows(pass_: Pass, made: Setting, options: TileOptions) -> Assignment:
 
 def _candidate(pass_: Pass, made: Setting, options: TileOptions, groups: int) -> _Candidate:
     ranges = head_ranges(made.problem.heads, groups)
-    blocks = blocks_of(made.grid, made.problem.heads, groups)
+    blocks = made.blocks(groups)
     sized = sized_problem(
         pass_,
         made.problem,

@@ -313,16 +313,18 @@ def _refused(made: Setting) -> list[str]:
 
 
 def _case(made: Setting, where: Where, options: TileOptions) -> _Case:
-    return _Case(made, tuple(_field(pass_, made, where, options) for pass_ in Pass))
+    columns: dict[int, Columns] = {}
+    return _Case(made, tuple(_field(pass_, made, where, options, columns) for pass_ in Pass))
 
 
-def _field(pass_: Pass, made: Setting, where: Where, options: TileOptions) -> _Field:
+def _field(
+    pass_: Pass, made: Setting, where: Where, options: TileOptions, columns: dict[int, Columns]
+) -> _Field:
     assert where.costs is not None
     floors = Floors(pass_, made, where.place.node_of, where.costs)
     one = _Field(pass_, made, where, [])
     first: Assignment | None = None
     seen: set[bytes] = set()
-    columns: dict[int, Columns] = {}
     for assignment in _own_assignments(pass_, made, options):
         first = first or assignment
         name = _name(assignment.head_groups, assignment.ranks)

@@ -99,8 +99,7 @@ class _Graph:
         return self.kv_layout if by_key else self.q_layout
 
     def add_blocks(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            self.builder.block(block)
+        self.builder.blocks.extend(blocks)
         spans = [(block.head_start, block.head_stop) for block in blocks]
         kv_span = {span: self.problem.kv_range(*span) for span in set(spans)}
         self.heads = (spans, [kv_span[span] for span in spans])

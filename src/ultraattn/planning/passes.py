@@ -10,7 +10,6 @@ from ultraattn.cluster.costs import Costs
 from ultraattn.errors import InputError
 from ultraattn.planning.arrange import Arranger
 from ultraattn.planning.assign import Assignment, TileOptions, assign_rows, assign_tiles
-from ultraattn.planning.blocks import blocks_of
 from ultraattn.planning.graph import build_program
 from ultraattn.planning.setting import Setting
 from ultraattn.planning.tiling import Effort
@@ -109,7 +108,7 @@ def rival_pass(
             made.q_layout,
             made.kv_layout,
             where.place.node_of,
-            blocks_of(made.grid, made.problem.heads, groups),
+            made.blocks(groups),
         )
     return PassPlan(rival.label, groups, Bounds(0.0, 0.0, proved=False), (), program)
 

@@ -18,7 +18,6 @@ def repair(problem: TilingProblem, assignment: Ints, pinned: Ints) -> Ints | Non
     rank_of = assignment[problem.weight > 0].copy()
     ranges, rows, columns = problem.weight.shape
     row = block[:, 0] * rows + block[:, 1]
-    reads = problem.reads
     row_owner = np.tile(problem.q_owner, ranges)
     row_size = (problem.row_in + problem.row_out).ravel()
     column_size = problem.col_in + problem.col_out
@@ -32,6 +31,13 @@ def repair(problem: TilingProblem, assignment: Ints, pinned: Ints) -> Ints | Non
     load = np.zeros(problem.ranks, dtype=np.int64)
     np.add.at(load, rank_of, weight)
     every = np.arange(problem.ranks)
+    reads = problem.reads.astype(np.int64)
+    foreign = every[:, None] != row_owner, (every[:, None] != problem.kv_owner)[:, None, :]
+    # What a rank fetches if it takes a block: its row, (ranks, G Pq), and the columns that its head
+    # range reads, (ranks, G, Pk); 0 for what the rank has.
+    row_cost = np.where((row_count == 0) & foreign[0], row_size, 0)
+    column_cost = np.where((column_count == 0) & foreign[1], column_size, 0)
+    column_cost = np.einsum("gs,rsk->rgk", reads, column_cost)
 
     def put(moved: Ints, rank: int) -> None:
         old = int(rank_of[moved[0]])
@@ -43,6 +49,9 @@ def repair(problem: TilingProblem, assignment: Ints, pinned: Ints) -> Ints | Non
                 own = moved[block[moved, 0] == g]
                 for segment in segments:
                     np.add.at(column_count[where, segment], block[own, 2], sign)
+            row_cost[where] = np.where((row_count[where] == 0) & foreign[0][where], row_size, 0)
+            fetched = np.where((column_count[where] == 0) & foreign[1][where], column_size, 0)
+            column_cost[where] = reads @ fetched
 
     for _ in range(2 * len(block)):
         worst = int(np.argmax(load))
@@ -62,13 +71,7 @@ def repair(problem: TilingProblem, assignment: Ints, pinned: Ints) -> Ints | Non
             put(pair[:1], rank)
             put(pair[1:], worst)
             continue
-        has_row = (row_count[:, row[mine]] > 0).T | (row_owner[row[mine]][:, None] == every)
-        cost = np.where(has_row, 0, row_size[row[mine]][:, None])
-        has_column = (column_count > 0) | (problem.kv_owner == every[:, None])[:, None, :]
-        fetched = np.where(has_column, 0, column_size)  # (ranks, S, Pk)
-        cost = cost + np.einsum(
-            "ms,rsm->mr", reads[block[mine, 0]].astype(np.int64), fetched[:, :, block[mine, 2]]
-        )
+        cost = row_cost[:, row[mine]].T + column_cost[:, block[mine, 0], block[mine, 2]].T
         cost = np.where(fits, cost, np.iinfo(np.int64).max)
         # Among equals the emptiest rank, so that lines can follow each other.
         cheapest = cost.min()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
@@ -11,10 +11,12 @@ import numpy as np
 from ultraattn.chunks import Ints
 from ultraattn.errors import InputError
 from ultraattn.masks import BlockKind, Grid, Mask
+from ultraattn.planning.blocks import blocks_of
 from ultraattn.planning.degree import DEFAULT_ETA, imbalance
 from ultraattn.planning.layout import LayoutName, layout_by_name
 from ultraattn.plans.layout import Layout
 from ultraattn.plans.problem import Problem
+from ultraattn.plans.program import Block
 from ultraattn.plans.storage import canonical
 
 MOST_CHUNKS = 128
@@ -52,6 +54,13 @@ class Setting:
     kv_layout: Layout
     grid: Grid
     problem: Problem
+    _blocks: dict[int, list[Block]] = field(default_factory=dict)
+
+    def blocks(self, groups: int) -> list[Block]:
+        """The visible blocks with heads in `groups` ranges; made once, not to be written to."""
+        if groups not in self._blocks:
+            self._blocks[groups] = blocks_of(self.grid, self.problem.heads, groups)
+        return self._blocks[groups]
 
 
 def setting(mask: Mask, shape: Shape, q_layout: Layout, kv_layout: Layout) -> Setting:

@@ -144,12 +144,11 @@ def _weights(
     range_of = np.zeros(max(stop for _, stop in ranges), dtype=np.int64)
     for index, (start, stop) in enumerate(ranges):
         range_of[start:stop] = index
-    place = np.array(
-        [(range_of[b.head_start], b.q_chunk, b.kv_chunk) for b in blocks], dtype=np.int64
-    ).reshape(-1, 3)
-    cell_of = np.ravel_multi_index((place[:, 0], place[:, 1], place[:, 2]), shape)
+    columns = [(b.q_chunk, b.kv_chunk, b.head_start, b.weight) for b in blocks]
+    q, kv, first, pairs = np.array(columns, dtype=np.int64).reshape(-1, 4).T
+    cell_of = np.ravel_multi_index((range_of[first], q, kv), shape)
     weight = np.zeros(shape, dtype=np.int64)
-    np.add.at(weight.reshape(-1), cell_of, np.array([b.weight for b in blocks], dtype=np.int64))
+    np.add.at(weight.reshape(-1), cell_of, pairs)
     return cell_of.astype(np.int64), weight
 
 

@@ -58,8 +58,7 @@ class Draft:
             tuple(t for t in self.pass_.results if t.by_key == by_key) for by_key in (False, True)
         )
         self.builder = ProgramBuilder(self.problem, self.nodes)
-        for block in self.blocks:
-            self.builder.block(block)
+        self.builder.blocks.extend(self.blocks)
 
     @property
     def ranks(self) -> int:
