@@ -74,9 +74,7 @@ class Arranger:
         found = [self.timed(by_arrival, ())]
         if effort is Effort.INSTANT or not len(blocks):
             return found[0]
-        for name, coarse in coarser(by_arrival, self.problem, self.nodes):
-            note = _launches_note(coarse, blocks, by_arrival, f"joined by arrival ({name})")
-            found.append(self.timed(coarse, (note,)))
+        found += self.coarse(by_arrival)
         first = min(found, key=lambda arranged: arranged.time_ns)
         for start in dict.fromkeys((found[0], first)):
             if len(start.program.tasks.rank) <= MOST_TASKS[effort]:
@@ -85,6 +83,13 @@ class Arranger:
             fused, note = self.fused(blocks, ranks, (by_arrival, first.program), effort)
             found.append(self.scheduled(fused, (note,), effort))
         return min(found, key=lambda arranged: arranged.time_ns)
+
+    def coarse(self, by_arrival: Program) -> list[Arranged]:
+        """Every way to join launches by when they can run."""
+        return [
+            self.timed(made, (_launches_note(made, by_arrival, f"joined by arrival ({name})"),))
+            for name, made in coarser(by_arrival, self.problem, self.nodes)
+        ]
 
     def timed(self, program: Program, notes: tuple[str, ...]) -> Arranged:
         """With its simulated time, in whole nanoseconds."""
@@ -124,7 +129,7 @@ class Arranger:
             seeds=[groups_like(finest, start) for start in starts],
         )
         fused = fuser.choose(How.SEARCH, rounds=2 if effort is Effort.BEST else 1).program
-        return fused, _launches_note(fused, blocks, starts[0], "joined by their costs")
+        return fused, _launches_note(fused, starts[0], "joined by their costs")
 
     @property
     def _given(self) -> tuple[Pass, Problem, Layout, Layout, Sequence[int]]:
@@ -134,10 +139,10 @@ class Arranger:
         return simulate_pass(*self._given, program, self.costs).makespan_s
 
 
-def _launches_note(program: Program, blocks: Sequence[Block], by_arrival: Program, how: str) -> str:
+def _launches_note(program: Program, by_arrival: Program, how: str) -> str:
     return (
-        f"launches {how}: {_launches(program)} for {len(blocks)} blocks, where arrival alone "
-        f"gives {_launches(by_arrival)}"
+        f"launches {how}: {_launches(program)} for {len(program.blocks.kind)} blocks, where "
+        f"arrival alone gives {_launches(by_arrival)}"
     )
 
 

@@ -78,6 +78,8 @@ class _Option:
     same_as: bytes = b""
     """Equal for candidates that give the same program."""
     assignment: Assignment | None = None
+    bounded: bool = False
+    """Whether the assignment's bounds are those of a search."""
     part: PassPlan | None = None
 
     @property
@@ -270,8 +272,9 @@ def _finished(
     if option.rival:
         part = with_volume(one.made, one.where, part)
     elif option.assignment is not None and options.effort is not Effort.INSTANT:
-        known = bounded(one.pass_, one.made, options, option.assignment)
-        part = dataclasses.replace(part, bounds=known)
+        if not option.bounded:
+            known = bounded(one.pass_, one.made, options, option.assignment)
+            part = dataclasses.replace(part, bounds=known)
         part = arranged(one.pass_, one.made, one.where, part, option.assignment, options.effort)
     notes = [*part.notes, *_report(one, others), *_refused(one.made)]
     return dataclasses.replace(part, notes=tuple(notes))
@@ -445,6 +448,6 @@ def _search(case: _Case, where: Where, options: TileOptions) -> None:
             if any(o.same_as == name and not o.rival for o in one.options):
                 continue
             option = _own_option(one, floors, columns, assignment, name, f"tile {variant}")
-            option = dataclasses.replace(option, assignment=None)
+            option.bounded = True
             one.options.append(option)
         one.settle(np.inf)
