@@ -10,6 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.plans.samples import assigned, small
 
 import ultraattn as ua
@@ -22,6 +24,7 @@ from ultraattn.plans.account import account
 from ultraattn.plans.program import CollectiveOp, Compute, Program
 from ultraattn.runtime.dense import dense_attention, dense_backward
 from ultraattn.runtime.local import LocalRanks
+from ultraattn.runtime.together import Together
 from workers.order import recorded
 
 BATCH, LIMIT = 2, 1e-10
@@ -165,6 +168,51 @@ def check_runs(plan: Plan, mask: ua.masks.Mask, local_ranks: Pool) -> None:
     expected = dense(plan, mask, given)
     for what, exact in expected.items():
         error = (found[what] - exact).norm() / exact.norm()
+        assert error <= LIMIT, f"{what}: {error}"
+
+
+EVERY = {
+    "full": ua.masks.full(),
+    "window": ua.masks.sliding_window(7),
+    "document": ua.masks.document([5, 19, 12]),
+    "strided": ua.masks.strided(grid=8, period=2, width=2),
+    "star": ua.masks.star(),
+    **MASKS,
+}
+
+
+@settings(deadline=None, derandomize=True, max_examples=16)
+@given(
+    name=st.sampled_from(sorted(EVERY)),
+    ranks=st.integers(1, 4),
+    heads=st.sampled_from([(2, 1), (4, 4), (4, 2)]),
+    groups=st.sampled_from([1, 2]),
+    layout=st.sampled_from(["contiguous", "zigzag", "striped"]),
+    seed=st.integers(0, 2**16),
+)
+def test_any_plan_is_exact_under_random_fusions_in_any_valid_order(
+    name: str, ranks: int, heads: tuple[int, int], groups: int, layout: str, seed: int
+) -> None:
+    mask, draw = EVERY[name], random.Random(seed)
+    plan = small(
+        mask, seqlen=36, heads=heads[0], kv_heads=heads[1], ranks=ranks, head_groups=groups,
+        layout=layout, strategy="tile", effort="instant",
+    )  # fmt: skip
+    plan = assigned(plan, lambda block: draw.randrange(ranks))
+    passes = {
+        str(p): dataclasses.replace(plan.pass_plan(p), program=shaken(plan, p, draw)) for p in Pass
+    }
+    made = dataclasses.replace(plan, **passes)
+    made.check()
+    given_tensors, run = tensors(made), Together(made)
+    q, k, v, do = (given_tensors[x] for x in ("q", "k", "v", "do"))
+    out, lse = run.forward(q, k, v)
+    assert [s.transport.bytes_sent for s in run.sessions] == (
+        BATCH * plan.account(Pass.FORWARD).sent
+    ).tolist()
+    found = dict(zip(("dq", "dk", "dv"), run.backward(do, q, k, v, out, lse), strict=True))
+    for what, exact in dense(made, mask, given_tensors).items():
+        error = ((found | {"out": out})[what] - exact).norm() / exact.norm()
         assert error <= LIMIT, f"{what}: {error}"
 
 
