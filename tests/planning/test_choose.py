@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from ultraattn import masks
 from ultraattn.cluster import Cluster
 from ultraattn.errors import InputError
 from ultraattn.masks import Mask
+from ultraattn.planning import choose
 from ultraattn.planning.floors import Columns, Floors
 from ultraattn.planning.passes import Where, rival_pass, timed
 from ultraattn.planning.setting import Shape, default_layout, setting
@@ -126,3 +128,31 @@ def test_every_strategy_that_auto_may_choose_can_be_asked_for_by_the_name_it_sho
         for pass_ in Pass:
             name = plan.pass_plan(pass_).strategy
             assert name in ("tile", "rows") or by_name(name).label == name
+
+
+@pytest.mark.parametrize("mask", sorted(MASKS))
+def test_an_instant_choice_builds_a_candidate_or_two_a_pass(
+    mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+    for name in ("own_pass", "rival_pass"):
+        real = getattr(choose, name)
+
+        def counted(pass_: Pass, *rest: Any, real: Any = real) -> Any:
+            built.append(str(pass_))
+            return real(pass_, *rest)
+
+        monkeypatch.setattr(choose, name, counted)
+    plan = planned(MASKS[mask], cluster_of("one"), "auto", "instant")
+    plan.check()
+    for pass_ in Pass:
+        assert 1 <= built.count(str(pass_)) <= 2
+        assert plan.pass_plan(pass_).predicted_ns is not None
+
+
+def test_an_instant_choice_keeps_rows_level() -> None:
+    layouts = [
+        planned(mask, cluster_of("one"), "auto", "instant").q_layout.name
+        for mask in (masks.causal(), masks.full())
+    ]
+    assert layouts == ["zigzag", "contiguous"]

@@ -94,6 +94,13 @@ def account(problem: Problem, program: Program, nodes: Sequence[int]) -> Account
 
 def moves_of(program: Program, task: int) -> Ints:
     """What `collective_moves` says of a collective, from the columns: int64, shape (moves, 3)."""
+    known = program.moves.get(task)
+    if known is None:
+        known = program.moves[task] = _moves_of(program, task)
+    return known
+
+
+def _moves_of(program: Program, task: int) -> Ints:
     v = program.values
     reads, writes = program.tasks.reads.row(task), program.tasks.writes.row(task)
     exact = COLLECTIVE_ORDER[int(program.tasks.op[task])] is CollectiveOp.REDUCE_SCATTER

@@ -331,6 +331,11 @@ class Program(ByContent):
         """`producer` as plain numbers."""
         return tuple(self.producer.tolist())
 
+    @cached_property
+    def moves(self) -> dict[int, Ints]:
+        """What each collective moves, as far as `plans.account.moves_of` was asked."""
+        return {}
+
     def ranks_of(self, task: Task) -> Iterator[int]:
         """The ranks that take part in a task, each once: the source first."""
         seen = {task.rank}
