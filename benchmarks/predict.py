@@ -28,6 +28,7 @@ from ultraattn.cluster import Cluster
 from ultraattn.masks import Mask
 from ultraattn.planning.assign import TileOptions
 from ultraattn.planning.choose import best_passes
+from ultraattn.planning.collecting import no_collecting
 from ultraattn.planning.passes import Where
 from ultraattn.planning.plan import settings
 from ultraattn.planning.setting import Setting, Shape
@@ -86,7 +87,8 @@ def cells(problem: Problem, effort: str) -> Iterator[dict[str, Any]]:
                 mask, shape, cluster, "auto", "auto", None, None, options
             )
         where = Where.of(cluster)
-        choice = best_passes(made[cluster.align], where, options)
+        with no_collecting():
+            choice = best_passes(made[cluster.align], where, options)
         parts = {Pass.FORWARD: choice.forward, Pass.BACKWARD: choice.backward}
         bounds = [
             bound_s(
@@ -137,16 +139,7 @@ def report(found: list[dict[str, Any]]) -> dict[str, Any]:
     rows = [c for c in level if c["rival"] == f"mesh:{c['ranks']}x1"]
     losing = [key(c) for c in found if c["time_s"] > c["rival_s"] * (1 + 1e-9)]
     by_ranks = {
-        n: {
-            "cells": len(mine),
-            "over_bound_median": round(
-                statistics.median(x["time_s"] / x["bound_s"] for x in mine), 3
-            ),
-            "planning_cpu_s_median": round(statistics.median(x["planning_cpu_s"] for x in mine), 2),
-            "planning_cpu_s_most": max(x["planning_cpu_s"] for x in mine),
-        }
-        for n in RANKS
-        if (mine := [c for c in found if c["ranks"] == n])
+        n: _by_ranks(mine) for n in RANKS if (mine := [c for c in found if c["ranks"] == n])
     }
     return {
         "cells": len(found),
