@@ -29,6 +29,8 @@ from ultraattn.simulation import simulate_pass
 
 MOST_BLOCKS = {Effort.INSTANT: 0, Effort.FAST: 0, Effort.NORMAL: 64, Effort.BEST: 320}
 """Blocks up to which every block is first a launch of its own; else launches stay as they are."""
+MOST_JOINED = 10_000
+"""Tasks up to which launches are joined by when they can run: about a second's work."""
 MOST_TASKS = {Effort.INSTANT: 0, Effort.FAST: 500, Effort.NORMAL: 2_000, Effort.BEST: 10_000}
 """Tasks up to which the order is scheduled."""
 
@@ -85,7 +87,9 @@ class Arranger:
         return min(found, key=lambda arranged: arranged.time_ns)
 
     def coarse(self, by_arrival: Program) -> list[Arranged]:
-        """Every way to join launches by when they can run."""
+        """Every way to join launches by when they can run; none of a very large program."""
+        if len(by_arrival.tasks.rank) > MOST_JOINED:
+            return []
         return [
             self.timed(made, (_launches_note(made, by_arrival, f"joined by arrival ({name})"),))
             for name, made in coarser(by_arrival, self.problem, self.nodes)
