@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ultraattn.planning.schedule_model import Jobs
 from ultraattn.plans.builder import ProgramBuilder, stream_keys
@@ -115,8 +115,6 @@ class Graph:
     def finish(self, problem: Problem, ranks_of_nodes: Sequence[int]) -> Program:
         """The program of this graph, issued in its order."""
         builder = ProgramBuilder(problem, ranks_of_nodes)
-        for block in self.program.block_views:
-            builder.block(block)
         used = sorted({v for node in self.nodes for v in (*node.reads, *node.writes)})
         number = {old: builder.value(self.values[old]) for old in used}
         written = {v for node in self.nodes for v in node.writes}
@@ -137,7 +135,8 @@ class Graph:
                 builder.local(LOCAL_ORDER[node.op], node.rank, reads, writes, key)
             at |= dict.fromkeys(node.members, place)
         outputs = {number[v] for v in written if self.values[v].buffer < 0}
-        return builder.finish(frozenset(outputs))
+        # Blocks are those of the program: their columns serve as they are.
+        return replace(builder.finish(frozenset(outputs)), blocks=self.program.blocks)
 
 
 class Tasks:
