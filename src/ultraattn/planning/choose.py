@@ -73,8 +73,6 @@ class _Option:
     make: Callable[[Program | None], PassPlan]
     """The pass, with its program where an equal candidate has built it."""
     rival: bool
-    steps: int = 1
-    """Of a ring."""
     same_as: bytes = b""
     """Equal for candidates that give the same program."""
     assignment: Assignment | None = None
@@ -127,9 +125,7 @@ class _Field:
 
     def simulate_expected(self) -> None:
         """Simulates what promises most, own or rival; the other too where the first disappoints."""
-        most = MOST_STEPS if self.made.q_layout.ranks > MANY_RANKS else self.made.q_layout.ranks
-        fit = [o for o in self.options if o.steps <= most]
-        kinds = ([o for o in fit if o.rival is rival] for rival in (False, True))
+        kinds = ([o for o in self.options if o.rival is rival] for rival in (False, True))
         best = [min(kind, key=lambda o: o.expected_ns) for kind in kinds if kind]
         for option in sorted(best, key=lambda o: o.expected_ns):
             if option.expected_ns * DISAPPOINTS < self.best_ns:
@@ -335,8 +331,7 @@ def _field(
             seen.add(name)
             one.options.append(_own_option(one, floors, columns, assignment, name))
     for rival in _rivals(made, len(set(where.place.node_of))):
-        # Meshes are among this system's own structured assignments.
-        if options.effort is not Effort.INSTANT or rival.name != "mesh":
+        if options.effort is not Effort.INSTANT or _quick(rival, made):
             one.options.append(_rival_option(one, floors, rival, first))
     return one
 
@@ -390,16 +385,16 @@ def _rival_option(
         floors.of_rival(rival) * 1e9,
         lambda program: rival_pass(one.pass_, rival, made, one.where, program),
         rival=True,
-        steps=_steps(rival, made),
         same_as=name,
     )
 
 
-def _steps(rival: Strategy, made: Setting) -> int:
+def _quick(rival: Strategy, made: Setting) -> bool:
+    """Whether a rival's program is built in no time; meshes are among the own assignments."""
     if rival.name in ("allgather", "mesh"):
-        return 1
+        return rival.name == "allgather"
     ranks = made.q_layout.ranks
-    return ranks // rival.lanes(made.problem, ranks)
+    return ranks <= MANY_RANKS or ranks // rival.lanes(made.problem, ranks) <= MOST_STEPS
 
 
 def _rivals(made: Setting, nodes: int) -> list[Strategy]:

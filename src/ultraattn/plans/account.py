@@ -104,6 +104,9 @@ def _moves_of(program: Program, task: int) -> Ints:
     v = program.values
     reads, writes = program.tasks.reads.row(task), program.tasks.writes.row(task)
     exact = COLLECTIVE_ORDER[int(program.tasks.op[task])] is CollectiveOp.REDUCE_SCATTER
+    plain = None if exact else _whole_moves(program, task)
+    if plain is not None:
+        return plain
     columns = (v.tensor, v.chunk, v.row_start, v.row_stop, v.head_start, v.head_stop)
     index = np.array([*reads, *writes], dtype=np.int64)
     extent = list(zip(*(c[index].tolist() for c in columns), strict=True))
@@ -134,6 +137,30 @@ def _moves_of(program: Program, task: int) -> Ints:
         if rank[at] not in origins:
             moves.append((origins[0], rank[at], write))
     return np.array(moves, dtype=np.int64).reshape(-1, 3)
+
+
+def _whole_moves(program: Program, task: int) -> Ints | None:
+    """The moves of a collective that copies, where it reads one value of each chunk at most."""
+    v, tasks = program.values, program.tasks
+    read, write = (
+        ragged.items[ragged.offsets[task] : ragged.offsets[task + 1]]
+        for ragged in (tasks.reads, tasks.writes)
+    )
+    line = v.tensor * (int(v.chunk.max(initial=0)) + 1) + v.chunk
+    order = np.argsort(line[read], kind="stable")
+    known = line[read][order]
+    if not len(known) or (known[1:] == known[:-1]).any():
+        return None
+    source = read[order[np.minimum(np.searchsorted(known, line[write]), len(known) - 1)]]
+    holds = (line[source] == line[write]) & (v.wide[source] == v.wide[write])
+    holds &= (v.row_start[source] <= v.row_start[write]) & (v.row_stop[write] <= v.row_stop[source])
+    holds &= v.head_start[source] <= v.head_start[write]
+    holds &= v.head_stop[write] <= v.head_stop[source]
+    if not holds.all():
+        return None
+    away = v.rank[source] != v.rank[write]
+    moves: Ints = np.stack((v.rank[source], v.rank[write], write), axis=1)[away]
+    return moves
 
 
 def collective_moves(values: Mapping[int, Value], task: Collective) -> list[tuple[int, int, int]]:
