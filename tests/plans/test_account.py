@@ -11,8 +11,8 @@ import pytest
 
 import ultraattn as ua
 from tests.plans.samples import SAMPLES, assigned, scattered, small, two_nodes
-from ultraattn.plans import Pass, Plan, TaskKind, Tensor, Transfer
-from ultraattn.plans.account import value_bytes
+from ultraattn.plans import Collective, Pass, Plan, TaskKind, Tensor, Transfer
+from ultraattn.plans.account import collective_moves, moves_of, value_bytes
 
 FIRST_COLUMN_AND_DIAGONAL = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]
 ASSIGNMENT = {
@@ -192,3 +192,24 @@ def test_work_without_pairs_is_level() -> None:
     plan = small(seqlen=0)
     assert plan.forward_account.load_over_mean == 1.0
     assert plan.forward_account.max_volume == 0
+
+
+@pytest.mark.parametrize("pass_", list(Pass))
+@pytest.mark.parametrize("strategy", ["allgather", "heads", "heads_ring:2x2", "heads_ring:4x1"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_columns_and_views_agree_on_what_a_collective_moves(
+    strategy: str, kv_heads: int, pass_: Pass
+) -> None:
+    plan = ua.plan(
+        ua.masks.causal(), seqlen=64, heads=8, kv_heads=kv_heads, head_dim=4, ranks=4,
+        strategy=strategy, effort="instant",
+    )  # fmt: skip
+    program = plan.pass_plan(pass_).program
+    values = dict(enumerate(program.value_views))
+    found = 0
+    for task in program.task_views:
+        if isinstance(task, Collective):
+            found += 1
+            moves = sorted(tuple(move) for move in moves_of(program, task.index).tolist())
+            assert moves == sorted(collective_moves(values, task))
+    assert found

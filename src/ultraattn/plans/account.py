@@ -140,18 +140,24 @@ def _moves_of(program: Program, task: int) -> Ints:
 
 
 def _whole_moves(program: Program, task: int) -> Ints | None:
-    """The moves of a collective that copies, where it reads one value of each chunk at most."""
+    """The moves of a collective that copies, where it reads no head of a chunk twice."""
     v, tasks = program.values, program.tasks
     read, write = (
         ragged.items[ragged.offsets[task] : ragged.offsets[task + 1]]
         for ragged in (tasks.reads, tasks.writes)
     )
-    line = v.tensor * (int(v.chunk.max(initial=0)) + 1) + v.chunk
-    order = np.argsort(line[read], kind="stable")
-    known = line[read][order]
-    if not len(known) or (known[1:] == known[:-1]).any():
+    key = line = v.tensor * (int(v.chunk.max(initial=0)) + 1) + v.chunk
+    order = np.lexsort((v.head_start[read], line[read]))
+    alike = line[read][order][1:] == line[read][order][:-1]
+    if alike.any():
+        # Pieces of a chunk side by side are told apart by their first heads.
+        if (alike & (v.head_start[read][order][1:] < v.head_stop[read][order][:-1])).any():
+            return None
+        key = line * (int(v.head_start.max()) + 1) + v.head_start
+    known = key[read][order]
+    if not len(known):
         return None
-    source = read[order[np.minimum(np.searchsorted(known, line[write]), len(known) - 1)]]
+    source = read[order[np.minimum(np.searchsorted(known, key[write]), len(known) - 1)]]
     holds = (line[source] == line[write]) & (v.wide[source] == v.wide[write])
     holds &= (v.row_start[source] <= v.row_start[write]) & (v.row_stop[write] <= v.row_stop[source])
     holds &= v.head_start[source] <= v.head_start[write]
