@@ -97,6 +97,14 @@ def test_many_small_blocks_are_faster_as_a_set_and_a_large_one_as_rows(pass_):
     assert rates.set_seconds(pass_, large, 128) > rates.rows_seconds(pass_, large, 128)
 
 
+def test_keys_that_lie_side_by_side_cost_no_joining():
+    blocks = calls(1024, 1)[0] * 3
+    beside = [call._replace(place=1024 * i) for i, call in enumerate(blocks)]
+    received = [call._replace(place=-1) for call in blocks]
+    seconds = [rates.rows_seconds(Pass.FORWARD, [row], 128) for row in (beside, received)]
+    assert seconds[0] < seconds[1]
+
+
 def test_sets_are_made_on_gpus_alone():
     plan = plan_of(ua.masks.sliding_window(80)).for_rank(0)
     task = next(t for t in plan.forward.tasks if isinstance(t, Compute))

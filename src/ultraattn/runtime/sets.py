@@ -224,17 +224,16 @@ class Sets:
             return True
         if not rates.rows_serve(blocks, p.head_dim, p.value_dim, DTYPES[p.dtype], q_chunks):
             return True
+        layout = self._plan.kv_layout
         rows: dict[int, list[rates.Call]] = defaultdict(list)
         for block in blocks:
-            rows[block.q_chunk].append(
-                rates.Call(
-                    len(q_chunks[block.q_chunk]),
-                    len(kv_chunks[block.kv_chunk]),
-                    block.head_stop - block.head_start,
-                    block.weight,
-                    block.kind is BlockKind.FULL,
-                )
+            q, kv, heads = block.q_chunk, block.kv_chunk, block.head_stop - block.head_start
+            place = layout.offsets[kv] if layout.owners[kv] == self._plan.rank else -1
+            full = block.kind is BlockKind.FULL
+            call = rates.Call(
+                len(q_chunks[q]), len(kv_chunks[kv]), heads, block.weight, full, place
             )
+            rows[q].append(call)
         return rates.set_seconds(pass_, rows.values(), p.head_dim) < rates.rows_seconds(
             pass_, rows.values(), p.head_dim
         )

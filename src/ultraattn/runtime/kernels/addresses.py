@@ -13,8 +13,8 @@ from torch import Tensor
 from ultraattn.runtime.kernels import sparse_triton as device_code
 from ultraattn.runtime.kernels.block_set import BlockSet, HeadRange, Place
 
-WRITES = (32, 128)
-"""Numbers of a table that one launch writes: few sizes, since each is compiled."""
+WRITES = (32, 128, 448)
+"""Numbers that one launch writes: few sizes, since each is compiled, and at most 4 KiB."""
 
 
 def line(x: Tensor, base: Tensor, heads: HeadRange, b: int, unit: int = 1) -> tuple[int, int, int]:
@@ -49,18 +49,23 @@ def key_lines(
     ]
 
 
-def table(majors: list[int], minors: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Two tables of numbers on the device, written by kernels: a graph can capture it."""
-    numbers = [*majors, *[0] * (len(majors) % 2), *minors, 0, 0]
-    table = torch.empty(len(numbers) + WRITES[-1], dtype=torch.int64, device=device)
+def tables(device: torch.device, *parts: Sequence[int]) -> list[Tensor]:
+    """Tables of numbers on the device, written by kernels, so that a graph can capture them."""
+    numbers: list[int] = []
+    starts = []
+    for part in parts:
+        starts.append(len(numbers))
+        numbers += [*part, *[0] * (len(part) % 2)]  # each begins at 16 bytes
+    numbers += [0, 0]
+    whole = torch.empty(len(numbers) + WRITES[-1], dtype=torch.int64, device=device)
     at = 0
     while at < len(numbers):
         count = next((n for n in WRITES if n >= len(numbers) - at), WRITES[-1])
-        some = numbers[at : at + count] + [0] * (count - len(numbers[at : at + count]))
-        sent = tuple(2 * x + 1 + device_code.BIAS for x in some)
-        device_code.write[(1,)](table[at:], sent, count, num_warps=1)
+        some = numbers[at : at + count]
+        sent = tuple(2 * x + 1 + device_code.BIAS for x in (*some, *[0] * (count - len(some))))
+        device_code.write[(1,)](whole[at:], sent, count, num_warps=1)
         at += count
-    return table, table[len(majors) + len(majors) % 2 :]
+    return [whole[start:] for start in starts]
 
 
 def writable(places: Sequence[Place]) -> tuple[list[Place], list[tuple[Tensor, Tensor]]]:

@@ -8,6 +8,7 @@ gpu_kernels.json, gpu_sparse_kernel.json, gpu_sparse_1.json); only their ratios 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ FLOP_PER_PAIR = {Pass.FORWARD: 4.0, Pass.BACKWARD: 10.0}
 ROWS_FLOPS = {Pass.FORWARD: 680e12, Pass.BACKWARD: 510e12}
 ROWS_START_S = {Pass.FORWARD: 15e-6, Pass.BACKWARD: 60e-6}
 """Of each cuDNN call; backward also makes the O that it asks for, and adds up results."""
-SET_FLOPS = {Pass.FORWARD: 450e12, Pass.BACKWARD: 380e12}
+SET_FLOPS = {Pass.FORWARD: 430e12, Pass.BACKWARD: 365e12}
 SET_START_S = {Pass.FORWARD: 8e-6, Pass.BACKWARD: 25e-6}
 BYTES_PER_S = {Pass.FORWARD: 3.5e12, Pass.BACKWARD: 2e12}
 """Of merges and copies; of sums of gradients, which change dtype."""
@@ -39,6 +40,8 @@ class Call(NamedTuple):
     pairs: int
     """Visible (query, key) pairs times heads."""
     full: bool
+    place: int = 0
+    """Where its keys begin among the rank's own; -1 for keys that were received."""
 
 
 def rows_serve(
@@ -67,8 +70,8 @@ def rows_seconds(pass_: Pass, rows: Iterable[Sequence[Call]], dim: int) -> float
         width = max(call.rows * call.heads for call in row) * dim * 2
         moved = width * (len(calls) + 1 if len(calls) > 1 else 2)
         keys = sum(call.cols * call.heads for call in row) * dim * 2
-        if len(full) > 1:
-            moved += 4 * keys  # joined
+        if not _side_by_side(full):
+            moved += 10 * keys  # joined, from and into strided tensors
         if pass_ is Pass.BACKWARD and len(rows) > 1:
             moved += 10 * keys  # dK and dV of a row, added to those of others in float32
         total += moved / BYTES_PER_S[pass_]
@@ -81,6 +84,11 @@ def set_seconds(pass_: Pass, rows: Iterable[Sequence[Call]], dim: int) -> float:
     pairs = sum(call.pairs for row in rows for call in row)
     work = FLOP_PER_PAIR[pass_] * dim * pairs / SET_FLOPS[pass_]
     return SET_START_S[pass_] + work / _filled(rows)
+
+
+def _side_by_side(calls: Sequence[Call]) -> bool:
+    """Whether the keys of these calls follow each other in memory, and need no joining."""
+    return all(a.place >= 0 and b.place == a.place + a.cols for a, b in pairwise(calls))
 
 
 def _filled(rows: Iterable[Sequence[Call]]) -> float:

@@ -27,7 +27,7 @@ from ultraattn.runtime.kernels.addresses import (
     key_lines,
     line,
     precision,
-    table,
+    tables,
     unit,
     width,
     writable,
@@ -121,7 +121,8 @@ def forward_set(
             *line(p.tensors[1], lse, p.heads, b)[:2],
         )
     ]
-    lines, minors = table(majors, key_lines(blocks, ks, vs, k0, v0, batch, align), first.device)
+    numbers = key_lines(blocks, ks, vs, k0, v0, batch, align)
+    lines, minors = tables(first.device, majors, numbers)
     widths = width(dim), width(dim_v)
     size = sizes("forward", first.dtype, max(widths))
     lists = blocks.lists("forward", size, places)
@@ -194,53 +195,58 @@ def backward_set(
         for x, y, span, edge in zip(lse, delta, spans, edges, strict=False)
         for number in (*line(x, lse[0], span, b)[:2], *line(y, delta[0], span, b)[:2], edge)
     ]
-    lines, minors = table(stats, [n for some in query_lines for numbers in some for n in numbers],
-                           first.device)  # fmt: skip
+    dkv_lines = [
+        number
+        for b in batch
+        for p in dkv_places
+        for number in (
+            *line(ks[p.chunk], ks[0], blocks.keys[p.chunk].heads, b, align),
+            *line(vs[p.chunk], vs[0], blocks.keys[p.chunk].heads, b, align),
+            *line(p.tensors[0], dkv_places[0].tensors[0], p.heads, b),
+            *line(p.tensors[1], dkv_places[0].tensors[1], p.heads, b),
+        )
+    ]
+    dq_lines = [
+        number
+        for b in batch
+        for p in dq_places
+        for number in (
+            *query_lines[b][p.chunk][:6],
+            *line(p.tensors[0], dq_places[0].tensors[0], p.heads, b),
+            query_lines[b][p.chunk][6],
+        )
+    ]
+    stats_at, queries_at, dkv_at, dq_at, keys_at = tables(
+        first.device,
+        stats,
+        [n for some in query_lines for numbers in some for n in numbers],
+        dkv_lines,
+        dq_lines,
+        key_lines(blocks, ks, vs, ks[0], vs[0], batch, align),
+    )
     chunks = blocks.stats()
     device_code.prepare[(len(chunks), heads, len(batch))](
-        lse[0], delta[0], shifts, centres, lines, chunks, len(q), heads, length, STATS, num_warps=4
-    )
+        lse[0], delta[0], shifts, centres, stats_at, chunks, len(q), heads, length, STATS,
+        num_warps=4,
+    )  # fmt: skip
     common = (blocks.group, heads, length, scale, scale * LOG2_E, dim, dim_v)
     if dkv_places:
-        to_dk, to_dv = dkv_places[0].tensors
-        majors = [
-            number
-            for b in batch
-            for p in dkv_places
-            for number in (
-                *line(ks[p.chunk], ks[0], blocks.keys[p.chunk].heads, b, align),
-                *line(vs[p.chunk], vs[0], blocks.keys[p.chunk].heads, b, align),
-                *line(p.tensors[0], to_dk, p.heads, b),
-                *line(p.tensors[1], to_dv, p.heads, b),
-            )
-        ]
-        lines, _ = table(majors, [], first.device)
         size = sizes("dkv", first.dtype, max(widths))
         lists = blocks.lists("dkv", size, dkv_places)
         device_code.dkv[(len(lists.arrays[0]), len(batch))](
-            first, ks[0], vs[0], dout[0], shifts, centres, to_dk, to_dv, lines, minors,
-            *lists.arrays, len(dkv_places), len(q), *common, first.stride(2) // align,
+            first, ks[0], vs[0], dout[0], shifts, centres, *dkv_places[0].tensors, dkv_at,
+            queries_at, *lists.arrays, len(dkv_places), len(q), *common, first.stride(2) // align,
             dout[0].stride(2) // align, *widths, size.major, size.minor, align, precision(first),
             dim == widths[0], dim_v == widths[1],
             max(widths) <= 64 and alike(q) and alike(dout),
             num_warps=size.warps, num_stages=size.stages,
         )  # fmt: skip
     if dq_places:
-        to_dq = dq_places[0].tensors[0]
-        majors = [
-            number
-            for b in batch
-            for p in dq_places
-            for number in (*query_lines[b][p.chunk][:6], *line(p.tensors[0], to_dq, p.heads, b),
-                           query_lines[b][p.chunk][6])
-        ]  # fmt: skip
-        lines, minors = table(
-            majors, key_lines(blocks, ks, vs, ks[0], vs[0], batch, align), first.device
-        )
         size = sizes("dq", first.dtype, max(widths))
         lists = blocks.lists("dq", size, dq_places)
         device_code.dq[(len(lists.arrays[0]), len(batch))](
-            first, ks[0], vs[0], dout[0], shifts, centres, to_dq, lines, minors, *lists.arrays,
+            first, ks[0], vs[0], dout[0], shifts, centres, *dq_places[0].tensors, dq_at, keys_at,
+            *lists.arrays,
             len(dq_places), len(ks), *common, ks[0].stride(2) // align, vs[0].stride(2) // align,
             *widths, size.major, size.minor, align, precision(first), dim == widths[0],
             dim_v == widths[1], alike(ks) and alike(vs),
@@ -257,11 +263,12 @@ def forward(q: Tensor, piece: Piece, scale: float) -> tuple[Tensor, Tensor]:
     """O in the query's dtype and LSE in float32; see `Kernel.forward`."""
     piece = even_groups(piece)
     batch, heads, rows, _ = q.shape
-    lse = q.new_full((batch, heads, rows), NEG_INF, dtype=torch.float32)
-    out = q.new_zeros((batch, rows, heads, piece.v.shape[-1])).transpose(1, 2)
-    if not _nothing(q, piece):
-        places = [Place(0, (0, heads), (out, lse))]
-        forward_set(_alone(q, piece), [q], [(piece.k, piece.v)], places, scale)
+    lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
+    out = q.new_empty((batch, rows, heads, piece.v.shape[-1])).transpose(1, 2)
+    if _nothing(q, piece):
+        return out.zero_(), lse.fill_(NEG_INF)
+    places = [Place(0, (0, heads), (out, lse))]
+    forward_set(_alone(q, piece), [q], [(piece.k, piece.v)], places, scale)
     return out, lse
 
 
@@ -272,9 +279,12 @@ def backward(
     """dQ, dK, dV in float32; see `Kernel.backward`."""
     given, piece = piece, even_groups(piece)
     dq, dk, dv = (
-        torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q, piece.k, piece.v)
+        torch.empty(x.shape, dtype=torch.float32, device=q.device) for x in (q, piece.k, piece.v)
     )
-    if not _nothing(q, piece):
+    if _nothing(q, piece):
+        for x in (dq, dk, dv):
+            x.zero_()
+    else:
         backward_set(
             _alone(q, piece), [dout], [q], [lse], [delta], [(piece.k, piece.v)],
             [Place(0, (0, q.shape[1]), (dq,))], [Place(0, (0, piece.k.shape[1]), (dk, dv))], scale,
