@@ -36,8 +36,9 @@ from ultraattn.cluster import Cluster
 from ultraattn.masks import Mask
 
 NAMES = ("out", "dq", "dk", "dv")
-CHUNKS = {"global_local": 16, "document": 32}
-"""Chunks of our plans where the least number that a layout takes leaves large PARTIAL blocks."""
+CHUNKS = {"global_local": 16, "document": 32, "window": 16}
+"""Chunks of our plans where the least number that a layout takes leaves large PARTIAL blocks, or
+moves more keys than are looked at."""
 
 
 @dataclasses.dataclass

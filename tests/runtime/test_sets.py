@@ -16,8 +16,11 @@ from ultraattn.masks import Lengths
 from ultraattn.plans.passes import Pass
 from ultraattn.plans.program import Compute, Merge
 from ultraattn.plans.tensors import Tensor
+from ultraattn.runtime import reduce
 from ultraattn.runtime.dense import dense_attention, dense_backward
 from ultraattn.runtime.kernels import rates, sparse
+from ultraattn.runtime.merge import sum_partials
+from ultraattn.runtime.pieces import Pieces, part_of
 from ultraattn.runtime.sets import Sets, finals
 from ultraattn.runtime.together import Together
 
@@ -80,6 +83,34 @@ def test_a_partial_result_stands_in_a_final_one_only_where_no_other_part_overlap
 
 def _holds(value, row, head):
     return value.row_start <= row < value.row_stop and value.head_start <= head < value.head_stop
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_merge_of_one_part_that_stands_in_its_place_moves_nothing(in_place, monkeypatch):
+    plan = plan_of(ua.masks.causal(), chunks=8)
+    program = plan.for_rank(0).backward
+    part, final = min(finals(program).items())
+    own = {
+        tensor: torch.zeros(1, 2, plan.q_layout.local_tokens(0), 16)
+        for tensor in (Tensor.DQ, Tensor.DK, Tensor.DV)
+    }
+    pieces = Pieces(
+        own, plan.q_layout, plan.kv_layout, program.values, plan.problem.widths, batch=1
+    )
+    place = pieces.own_place(final)
+    target = part_of(place, program.values[final], program.values[part])
+    pieces.stand(part, target if in_place else torch.full_like(target, 7.0))
+    target.fill_(7.0 if in_place else 0.0)
+    sums = []
+
+    def summed(parts, *args, out):
+        sums.append(len(parts))
+        return sum_partials(parts, *args, out=out)
+
+    monkeypatch.setattr(reduce, "sum_partials", summed)
+    reduce.merge({final: place}, {final: [part]}, program.values, pieces)
+    assert bool((target == 7.0).all())
+    assert sums == ([] if in_place else [1])
 
 
 def calls(rows, blocks, heads=32, full=True):
