@@ -3,7 +3,9 @@
 import faulthandler
 import os
 import random
+import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -25,18 +27,24 @@ def start(rank, ranks, port, worker, args):
     """Joins the group, works, leaves."""
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    torch.cuda.set_device(rank)
+    shared = torch.cuda.device_count() < ranks
+    if shared:  # all ranks on one GPU: symmetric memory allows it, NCCL does not
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    torch.cuda.set_device(0 if shared else rank)
     dist.init_process_group(
-        "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
+        "gloo" if shared else "nccl",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=ranks,
     )
     globals()[worker](rank, ranks, *args)
     dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
 
 
-def _plan(mask, ranks, heads, kv_heads, dim):
+def _plan(mask, ranks, heads, kv_heads, dim, tokens=TOKENS):
     return ua.plan(
-        mask, seqlen=TOKENS, heads=heads, kv_heads=kv_heads, head_dim=dim,
+        mask, seqlen=tokens, heads=heads, kv_heads=kv_heads, head_dim=dim,
         cluster=Cluster.load("h200").resize(gpus_per_node=ranks), effort="instant",
     )  # fmt: skip
 
@@ -44,7 +52,7 @@ def _plan(mask, ranks, heads, kv_heads, dim):
 def _inputs(plan, rank, seed):
     p = plan.problem
     whole = [
-        draw(seed + i, 1, heads, TOKENS, p.head_dim)
+        draw(seed + i, 1, heads, p.q_len, p.head_dim)
         for i, heads in enumerate((p.heads, p.kv_heads, p.kv_heads, p.heads))
     ]
     local = [plan.shard(x, rank, dim=2) for x in whole]
@@ -108,3 +116,92 @@ def replays(rank, ranks, transport, graph, count):
             torch.cuda._sleep(generator.randrange(1, 400_000))
         wrong += (attention(q, k, v) != first).any()
     assert int(wrong) == 0
+
+
+def shapes(rank, ranks, transport, graph):
+    """Lengths that divide and that do not, head_dims, head counts, batches: against float64."""
+    for tokens, heads, kv_heads, dim, batch in (
+        (1024, 32, 32, 64, 1),
+        (1031, 32, 8, 96, 1),
+        (1031, 8, 1, 128, 2),
+        (2, 4, 4, 64, 1),
+        (777, 4, 2, 96, 3),
+    ):
+        mask = MASKS["causal"]
+        plan = _plan(mask, ranks, heads, kv_heads, dim, tokens)
+        attention = ua.Attention(plan, transport=transport, graph=graph, timeout_s=60)
+        whole = [
+            draw(i, batch, some, tokens, dim) for i, some in enumerate((heads, kv_heads, kv_heads))
+        ]
+        whole.append(draw(9, batch, heads, tokens, dim))
+        true = truth(*whole, visible(mask, tokens, tokens))
+        leaves = [plan.shard(x, rank, dim=2).detach().requires_grad_() for x in whole[:3]]
+        for _ in range(6):  # the last ones by graphs of their own
+            out = attention(*leaves)
+            grads = torch.autograd.grad(out, leaves, plan.shard(whole[3], rank, dim=2))
+        for what, got, wanted in zip(("out", "dq", "dk", "dv"), (out, *grads), true, strict=True):
+            found = error(got, plan.shard(wanted, rank, dim=2))
+            assert found < 8e-3, (tokens, heads, dim, batch, what, found)
+
+
+def checkpointed(rank, ranks, transport, graph):
+    """Two layers under activation checkpointing give the gradients of two layers without."""
+    from torch.utils.checkpoint import checkpoint
+
+    plan = _plan(MASKS["causal"], ranks, 8, 8, 64)
+    attention = ua.Attention(plan, transport=transport, graph=graph, timeout_s=60)
+    _, (q, k, v, dout) = _inputs(plan, rank, 0)
+
+    def layers(wrap):
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        hidden = leaves[0]
+        for _ in range(2):
+            hidden = hidden + wrap(attention, hidden, leaves[1], leaves[2])
+        return hidden.detach(), *torch.autograd.grad(hidden, leaves, dout)
+
+    plain = layers(lambda layer, *inputs: layer(*inputs))
+    for _ in range(4):
+        for got, wanted in zip(
+            layers(lambda layer, *inputs: checkpoint(layer, *inputs, use_reentrant=False)),
+            plain, strict=True,
+        ):  # fmt: skip
+            assert error(got, wanted) < 4e-3
+
+
+def memory(rank, ranks, transport, graph, count):
+    """Many calls, forward and backward, take no more memory than the first few."""
+    plan = _plan(MASKS["causal"], ranks, 8, 8, 64)
+    attention = ua.Attention(plan, transport=transport, graph=graph, timeout_s=60)
+    _, (q, k, v, dout) = _inputs(plan, rank, 0)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    held = []
+    for index in range(count):
+        torch.autograd.grad(attention(*leaves), leaves, dout)
+        if index in (20, count - 1):
+            torch.cuda.synchronize()
+            free, _ = torch.cuda.mem_get_info()
+            held.append((torch.cuda.memory_allocated(), free))
+    assert held[0][0] == held[1][0]
+    assert held[0][1] - held[1][1] < 8 << 20
+
+
+def stops(rank, ranks, transport, graph):
+    """A rank that makes no further calls is named with what it owes; nothing hangs."""
+    plan = _plan(MASKS["causal"], ranks, 4, 4, 64)
+    attention = ua.Attention(plan, transport=transport, graph=graph, timeout_s=3)
+    _, (q, k, v, _) = _inputs(plan, rank, 0)
+    for _ in range(5):
+        attention(q, k, v)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1:
+        time.sleep(14)  # alive, and makes no call
+        os._exit(0)  # its group is broken; leaving it in order would wait for rank 0
+    for _ in range(3):
+        attention(q, k, v)
+    start = time.monotonic()
+    torch.cuda.synchronize()
+    assert time.monotonic() - start < 12
+    with pytest.raises(ua.RunError, match="rank 1 is alive and owes rank 0 forward task"):
+        attention(q, k, v)
+    os._exit(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ from ultraattn.runtime.rehearsal import rehearsal_of
 from ultraattn.runtime.session import Session, as_group, session_of
 from ultraattn.runtime.steps import steps_of
 from ultraattn.runtime.tiles import Tiles
+from ultraattn.runtime.transports.base import NoPlaces
+from ultraattn.runtime.transports.places import ALIGN_BYTES
 
 HINTS = {
     "attn_mask": "the mask belongs to the plan: make one with ultraattn.masks",
@@ -93,9 +96,12 @@ class Attention(torch.nn.Module):
                 rank_plan.forward if pass_ is Pass.FORWARD else rank_plan.backward,
                 plan.problem.widths,
                 tags=len(plan.pass_plan(pass_).program.tasks.rank),
+                early=self._session.device.type == "cuda",
             )
             for pass_ in Pass
         }
+        placed = not isinstance(self._session.transport, NoPlaces)
+        self._most_bytes = {pass_: most_bytes(plan, pass_) if placed else 0 for pass_ in Pass}
         self._expected = expected_inputs(plan, self._session.rank, self._session.device)
         self._timeout_s = timeout_s
         self._rehearsed: set[tuple[Pass, int, frozenset[Tensor]]] = set()
@@ -259,14 +265,19 @@ class Attention(torch.nn.Module):
 
     def _execute(self, pass_: Pass, own: dict[Tensor, Array], batch: int) -> None:
         if self._replays is not None and batch:
+            self._session.refuse_if_failed()
             self._replays(pass_, own, batch)
         else:
             self._run_tasks(pass_, own, batch)
+        if self._session.watchdog is not None:
+            call = f"{pass_} of plan {self.plan.digest[:12]}"
+            self._session.watchdog.launched(self._steps[pass_], call, self._timeout_s)
 
     def _run_tasks(self, pass_: Pass, own: dict[Tensor, Array], batch: int) -> None:
         kind = (pass_, batch, frozenset(own))
         if self._session.device.type == "cuda" and kind not in self._rehearsed:
             self._rehearsed.add(kind)
+            self._session.transport.reserve(batch * self._most_bytes[pass_])
             self._run_on(rehearsal_of(self._session), pass_, own, batch)
         self._run_on(self._session, pass_, own, batch)
 
@@ -310,6 +321,18 @@ def expected_inputs(plan: Plan, rank: int, device: torch.device) -> Expected:
         DTYPES[p.dtype],
         device.type,
     )
+
+
+def most_bytes(plan: Plan, pass_: Pass) -> int:
+    """The most bytes that one rank sends to another in a pass, for one batch entry, with gaps."""
+    directions: dict[tuple[int, int], int] = defaultdict(int)
+    for rank in range(plan.ranks):
+        rank_plan = plan.for_rank(rank)
+        part = rank_plan.forward if pass_ is Pass.FORWARD else rank_plan.backward
+        for message in steps_of(pass_, part, plan.problem.widths, 0).receives:
+            size = -(-message.room.bytes // ALIGN_BYTES) * ALIGN_BYTES
+            directions[message.peer, rank] += size
+    return max(directions.values(), default=0)
 
 
 def mask_of(plan: Plan, given: Mask | None) -> Mask:

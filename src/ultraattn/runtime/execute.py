@@ -17,6 +17,7 @@ from ultraattn.errors import RunError
 from ultraattn.plans.layout import Layout
 from ultraattn.plans.program import Collective, CollectiveOp, Compute, Local, LocalOp, Merge
 from ultraattn.plans.tensors import Tensor
+from ultraattn.runtime.copies import copy
 from ultraattn.runtime.pieces import Pieces, part_of
 from ultraattn.runtime.reduce import delta, fill, join_parts, merge
 from ultraattn.runtime.session import Session
@@ -27,6 +28,8 @@ from ultraattn.runtime.workspace import Lease
 
 AHEAD = 32
 """Receives that are posted before they are needed: enough to keep links busy, not all memory."""
+BESIDE = 8
+"""Rooms that may wait for work on side streams before the calling stream waits for it."""
 
 
 class Execution:
@@ -66,8 +69,16 @@ class Execution:
         self._posted = 0
         self._arrived = 0
         self._receives: list[Handle | None] = []
-        self._sends: list[tuple[Message, Handle, Lease]] = []
-        self._leases: dict[int, tuple[Room, Lease]] = {}
+        self._sends: list[tuple[Message, Handle, Lease | None]] = []
+        self._leases: dict[int, tuple[Room, Lease | None]] = {}
+        self._room_of: dict[int, int] = {}
+        self._readers: dict[int, Handle] = {}
+        """What reads a room on a side stream."""
+        self._late: list[tuple[Handle, int]] = []
+        """Rooms to give back, once what reads them on a side stream is done."""
+        self._last: list[int] = []
+        """Rooms to give back at the end: a peer decides when what reads them is done."""
+        self._merges: list[Handle] = []
 
     def run(self) -> None:
         """Runs every task of the rank; results stand in the caller's tensors afterwards.
@@ -93,31 +104,42 @@ class Execution:
             finally:
                 # Nothing is out unless the run failed; what peers may still write to is let go.
                 for lease in [*(x[1] for x in self._leases.values()), *(x[2] for x in self._sends)]:
-                    session.workspace.forget(lease)
+                    if lease is not None:
+                        session.workspace.forget(lease)
 
     def _run(self) -> None:
         now, trace = self._session.watch.now, self._session.trace
         self._tag = self._session.tags(self._steps.tags, self._batch)
         for step in self._steps.steps:
             now.task = step.name
-            self._post(step.task.index)
+            if not step.final:
+                self._post(step.task.index)
             if trace is not None:
                 trace.append((str(self._steps.pass_), step.task.index))
             self._step(step)
         for index, number in self._steps.outputs:
             self._wait(index)
             self._pieces.own_place(number).copy_(self._pieces.get(number))
-        for index in range(len(self._receives)):
+        for index in range(len(self._steps.receives)):
             self._wait(index)
         self._free(self._steps.left)
+        for handle in self._merges:
+            handle.wait(self._timeout_s)
         while self._sends:
             message, handle, lease = self._sends[-1]
             with self._talking(f"sending for {message.name}", message.peer):
                 handle.wait(self._timeout_s)
             self._sends.pop()
-            self._session.workspace.give_back(lease)
+            if lease is not None:
+                self._session.workspace.give_back(lease)
+        for room in [*(room for _, room in self._late), *self._last]:
+            self._give_back(room)
+        self._session.transport.finish()
 
     def _step(self, step: Step) -> None:
+        if step.final and self._session.asides:
+            self._beside(step)
+            return
         for index in step.waits:
             self._wait(index)
         for message in step.sends:
@@ -126,6 +148,26 @@ class Execution:
             self._wait(index)
         if step.writes:
             self._fill(step)
+        self._free(step.frees)
+
+    def _beside(self, step: Step) -> None:
+        """A final merge on a side stream, beside the launches that come; one for those that wait.
+
+        Nothing on this rank reads its result before the call ends.
+        """
+        for index in step.waits:
+            self._post_until(index)
+        aside = self._session.asides[bool(step.waits)]
+        with aside.forked():
+            for index in step.waits:
+                self._wait(index)
+            self._fill(step)
+        handle = aside.handle()
+        self._merges.append(handle)
+        if step.waits:
+            self._last += step.frees
+            return
+        self._readers |= {self._room_of[n]: handle for n in step.reads if n in self._room_of}
         self._free(step.frees)
 
     def _fill(self, step: Step) -> None:
@@ -155,18 +197,33 @@ class Execution:
         while self._posted < len(receives) and (
             receives[self._posted].task <= task or self._posted - self._arrived < AHEAD
         ):
-            message = receives[self._posted]
-            buffer = self._enter(message.room)
-            handle = None
-            if buffer.numel():
-                with self._talking(message.name, message.peer):
+            self._post_next()
+
+    def _post_until(self, index: int) -> None:
+        while self._posted <= index:
+            self._post_next()
+
+    def _post_next(self) -> None:
+        """Posts the next receive: where it has a place, or into a buffer."""
+        message = self._steps.receives[self._posted]
+        transport, size = self._session.transport, message.room.bytes * self._batch
+        handle = None
+        with self._talking(message.name, message.peer):
+            accepted = transport.accept(message.peer, size) if size else None
+            if accepted is not None:
+                place, handle = accepted
+                self._enter(message.room, place)
+            else:
+                buffer = self._enter(message.room)
+                if size:
                     tag = self._tag + message.task
-                    handle = self._session.transport.receive(message.peer, buffer, tag)
-            self._receives.append(handle)
-            self._posted += 1
+                    handle = transport.receive(message.peer, buffer, tag)
+        self._receives.append(handle)
+        self._posted += 1
 
     def _wait(self, index: int) -> None:
         """Returns when a receive has arrived."""
+        self._post_until(index)
         handle, message = self._receives[index], self._steps.receives[index]
         if handle is None:
             return
@@ -176,22 +233,32 @@ class Execution:
         self._arrived += 1
 
     def _send(self, message: Message) -> None:
-        """Packs values side by side and starts to send them."""
+        """Starts to send values side by side: each to its place at the peer, or packed."""
         size = message.room.bytes * self._batch
         if not size:
             return
-        lease = self._session.workspace.borrow(size)
-        for number, source, buffer in zip(
-            message.room.numbers, message.sources, self._cut(message.room, lease), strict=True
-        ):
-            place = self._pieces.view(number, buffer)
-            held, wanted = self._values[source], self._values[number]
-            place.copy_(part_of(self._pieces.get(source), held, wanted))
+        transport = self._session.transport
         with self._talking(message.name, message.peer):
-            handle = self._session.transport.send(
-                message.peer, lease.bytes, self._tag + message.task
-            )
+            handle = transport.put(message.peer, size, lambda place: self._pack(message, place))
+        if handle is not None:
+            self._sends.append((message, handle, None))
+            rooms = [self._room_of[n] for n in message.sources if n in self._room_of]
+            self._readers |= dict.fromkeys(rooms, handle)
+            return
+        lease = self._session.workspace.borrow(size)
+        self._pack(message, lease.bytes)
+        with self._talking(message.name, message.peer):
+            handle = transport.send(message.peer, lease.bytes, self._tag + message.task)
             self._sends.append((message, handle, lease))
+
+    def _pack(self, message: Message, buffer: Array) -> None:
+        """Copies the values of a message side by side into `buffer`."""
+        for number, source, part in zip(
+            message.room.numbers, message.sources, self._cut(message.room, buffer), strict=True
+        ):
+            held, wanted = self._values[source], self._values[number]
+            place = self._pieces.view(number, part)
+            copy(place, part_of(self._pieces.get(source), held, wanted))
 
     @contextlib.contextmanager
     def _talking(self, task: str, peer: int) -> Iterator[None]:
@@ -206,22 +273,38 @@ class Execution:
 
     # Rooms
 
-    def _enter(self, room: Room) -> Array:
-        """Borrows a room's buffer and lets its values stand in it."""
-        lease = self._session.workspace.borrow(room.bytes * self._batch)
+    def _enter(self, room: Room, place: Array | None = None) -> Array:
+        """Lets a room's values stand in `place`, or in a buffer that it borrows."""
+        lease = None
+        if place is None:
+            lease = self._session.workspace.borrow(room.bytes * self._batch)
+            place = lease.bytes
         self._leases[room.index] = room, lease
-        for number, buffer in zip(room.numbers, self._cut(room, lease), strict=True):
+        for number, buffer in zip(room.numbers, self._cut(room, place), strict=True):
             self._pieces.put(number, buffer)
-        return lease.bytes
+            self._room_of[number] = room.index
+        return place
 
-    def _cut(self, room: Room, lease: Lease) -> Iterator[Array]:
+    def _cut(self, room: Room, buffer: Array) -> Iterator[Array]:
         for a, b in pairwise(room.edges):
-            yield lease.bytes[a * self._batch : b * self._batch]
+            yield buffer[a * self._batch : b * self._batch]
 
     def _free(self, rooms: tuple[int, ...]) -> None:
-        """Gives rooms back: nothing on this rank reads them any more."""
+        """Gives rooms back: nothing that is still to be issued on this rank reads them."""
         for index in rooms:
-            room, lease = self._leases.pop(index)
-            for number in room.numbers:
-                self._pieces.drop(number)
+            reader = self._readers.pop(index, None)
+            if reader is None:
+                self._give_back(index)
+            else:
+                self._late.append((reader, index))
+        while len(self._late) > BESIDE:
+            reader, index = self._late.pop(0)
+            reader.wait(self._timeout_s)
+            self._give_back(index)
+
+    def _give_back(self, index: int) -> None:
+        room, lease = self._leases.pop(index)
+        for number in room.numbers:
+            self._pieces.drop(number)
+        if lease is not None:
             self._session.workspace.give_back(lease)

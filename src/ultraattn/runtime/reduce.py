@@ -9,6 +9,7 @@ from torch import Tensor as Array
 
 from ultraattn.plans.program import Value
 from ultraattn.plans.tensors import Tensor
+from ultraattn.runtime.copies import copy
 from ultraattn.runtime.fold import can_fold, row_dots
 from ultraattn.runtime.merge import merge_partials, sum_partials
 from ultraattn.runtime.pieces import Pieces, copy_overlap, is_summed, part_of
@@ -102,6 +103,12 @@ def merge(
             target = part_of(place, value, atom)
             if len(tensors) == 1 and _is_same(tensors[0], target):
                 continue  # written there at once
+            if len(here) == 1:
+                copy(target, tensors[0])
+                if not is_summed(value):
+                    lse = _lse_of(here[0], parts[lse_number], values, pieces, atom)
+                    copy(part_of(places[lse_number], values[lse_number], atom), lse)
+                continue
             if is_summed(value):
                 sum_partials(tensors, out=target)
                 continue

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from ultraattn.runtime.session import Session
+from ultraattn.runtime.transports.base import NoPlaces
+from ultraattn.runtime.workspace import Workspace
 
 
 class _Done:
@@ -23,7 +25,7 @@ class _Done:
         """Returns at once."""
 
 
-class _Silence:
+class _Silence(NoPlaces):
     """A transport that moves nothing; see `ultraattn.runtime.transports.base.Transport`."""
 
     name = "silence"
@@ -50,9 +52,13 @@ class _Silence:
 
 
 def rehearsal_of(session: Session) -> Session:
-    """The session with its workspace and watch, but no peers; waits for the device first."""
+    """The session with its watch, but no peers; waits for the device first.
+
+    Its buffers are its own: the real run has others, for what it receives stands elsewhere.
+    """
     torch.cuda.synchronize(session.device)
     alone = copy.copy(session)
     alone.transport = _Silence(session)
+    alone.workspace = Workspace(session.device)
     alone.trace = None
     return alone

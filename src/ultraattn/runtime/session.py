@@ -7,13 +7,17 @@ import time
 import weakref
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from ultraattn.errors import InputError, RunError
+from ultraattn.runtime.streams import SideStream
 from ultraattn.runtime.transports import Transport
+from ultraattn.runtime.transports.base import NoPlaces
 from ultraattn.runtime.transports.choice import device_of, transport_for
 from ultraattn.runtime.watch import Watch
+from ultraattn.runtime.watchdog import Watchdog
 from ultraattn.runtime.workspace import Workspace
 
 TAGS = 2**24
@@ -36,11 +40,15 @@ class Session:
         self.device = device_of(group)
         self.transport: Transport = transport_for(group, self.device, transport)
         self.workspace = Workspace(self.device)
+        self.asides = asides_on(self.device)
         self._store = _store_of(group, self.rank)
         self.watch = Watch(self._store, self.rank, self.ranks)
         self._next_tag = 0
         self._agreements = 0
         self._failure = ""
+        self.watchdog = (
+            None if isinstance(self.transport, NoPlaces) else Watchdog(self)
+        )  # else a wait on the host finds out
         self.trace: list[tuple[str, int]] | None = None
         """Where it is a list, every run appends (pass, task) in the order in which it runs them."""
 
@@ -106,6 +114,11 @@ class Session:
             f"rank{'s' if len(missing) > 1 else ''} {names} did not bring a {what} within "
             f"{timeout_s:g} s: every rank of the group must make its Attention, in the same order"
         )
+
+
+def asides_on(device: torch.device) -> tuple[SideStream, ...]:
+    """Streams beside the calling one: for merges of what is here, and of what is awaited."""
+    return (SideStream(device), SideStream(device)) if device.type == "cuda" else ()
 
 
 _sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Session]] = (

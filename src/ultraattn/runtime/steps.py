@@ -85,6 +85,13 @@ class Step:
     """For each value that it fills, the values that go into it (not for launches)."""
     frees: tuple[int, ...]
     """Rooms that nothing reads once it is done."""
+    final: bool = False
+    """Whether it is a merge into the caller's tensors, which no other step reads."""
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The values that go into what it fills, for others than launches."""
+        return tuple(n for some in self.parts.values() for n in some)
 
 
 @dataclass(frozen=True)
@@ -106,9 +113,20 @@ class Steps:
     """Message tags that a call needs: tasks of the pass, all ranks together."""
 
 
-def steps_of(pass_: Pass, program: RankProgram, widths: Widths, tags: int) -> Steps:
-    """The steps of one rank's program."""
-    return _Maker(pass_, program, widths, tags).make()
+def steps_of(
+    pass_: Pass, program: RankProgram, widths: Widths, tags: int, *, early: bool = False
+) -> Steps:
+    """The steps of one rank's program.
+
+    Args:
+        pass_: its pass.
+        program: what the rank loads of it.
+        widths: of its tensors.
+        tags: tasks of the pass, all ranks together.
+        early: final merges stand right behind the last launch that they need, for a device that
+            runs them beside later launches; else in the order of the program.
+    """
+    return _Maker(pass_, program, widths, tags).make(early)
 
 
 class _Maker:
@@ -120,8 +138,19 @@ class _Maker:
         self.receives: list[Message] = []
         self.receive_of: dict[int, int] = {}
 
-    def make(self) -> Steps:
+    def make(self, early: bool) -> Steps:
         drafts = [self.step(task) for task in self.program.tasks]
+        read = {n for task in self.program.tasks for n in task.reads}
+        drafts = [
+            replace(
+                step,
+                final=isinstance(step.task, Merge)
+                and all(self.values[n].buffer < 0 and n not in read for n in step.writes),
+            )
+            for step in drafts
+        ]
+        if early:
+            drafts = _hoisted(drafts)
         last = self.last_reads(drafts)
         frees: list[list[int]] = [[] for _ in drafts]
         for room, index in sorted(last.items()):
@@ -232,6 +261,20 @@ class _Maker:
                 if number in self.room_of:
                     last[self.room_of[number]] = index
         return last
+
+
+def _hoisted(steps: Sequence[Step]) -> list[Step]:
+    """Final merges right behind the last step that fills what they read; the rest as it is."""
+    filled = {n: index for index, step in enumerate(steps) for n in step.writes}
+    behind: dict[int, list[Step]] = defaultdict(list)
+    for step in steps:
+        if step.final:
+            behind[max((filled[n] for n in step.reads if n in filled), default=-1)].append(step)
+    found = list(behind[-1])
+    for index, step in enumerate(steps):
+        if not step.final:
+            found += [step, *behind[index]]
+    return found
 
 
 def _same_chunk(a: Value, b: Value) -> bool:

@@ -25,6 +25,7 @@ from ultraattn.runtime.execute import Execution
 from ultraattn.runtime.merge import accumulate_dtype
 from ultraattn.runtime.session import Session
 from ultraattn.runtime.steps import steps_of
+from ultraattn.runtime.streams import SideStream
 from ultraattn.runtime.tiles import Tiles
 from ultraattn.runtime.transports.loopback import Loopback, LoopbackTransport
 from ultraattn.runtime.workspace import Workspace
@@ -65,6 +66,7 @@ class _Session:
     workspace: Workspace
     watch: _Watch
     trace: list[tuple[str, int]] | None = None
+    asides: tuple[SideStream, ...] = ()
     failure: str = ""
     calls: int = field(default=0)
 

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ultraattn.runtime.transports.base import NoPlaces
+
 ABORT_TAG = 2**31 - 1
 """No message has it."""
 
@@ -28,7 +30,7 @@ class GlooHandle:
         self.work.wait(datetime.timedelta(seconds=timeout_s))
 
 
-class GlooTransport:
+class GlooTransport(NoPlaces):
     """Point-to-point messages over a gloo process group; progress is made during compute."""
 
     name = "gloo"

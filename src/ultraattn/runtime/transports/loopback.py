@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ultraattn.runtime.transports.base import NoPlaces
+
 Key = tuple[int, int, int]
 
 
@@ -49,7 +51,7 @@ class Loopback:
         return LoopbackTransport(self, rank)
 
 
-class LoopbackTransport:
+class LoopbackTransport(NoPlaces):
     """One rank's side of a `Loopback`; see `ultraattn.runtime.transports.base.Transport`."""
 
     name = "loopback"

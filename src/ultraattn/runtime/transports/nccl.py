@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ultraattn.runtime.transports.base import NoPlaces
+
 
 @dataclass
 class NcclHandle:
@@ -30,7 +32,7 @@ class NcclHandle:
         self.work.wait()
 
 
-class NcclTransport:
+class NcclTransport(NoPlaces):
     """Point-to-point messages over NCCL; see `ultraattn.runtime.transports.base.Transport`."""
 
     name = "nccl"

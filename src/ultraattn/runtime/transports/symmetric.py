@@ -1,7 +1,9 @@
 """Moves buffers between GPUs that reach each other's memory: copy-engine copies and stream signals.
 
-No SM is taken from attention. Each rank holds a staging area in symmetric memory, `SLOTS` slots for
-each peer that sends to it, and two flags a slot in its own memory:
+No SM is taken from attention. A message is written straight into its place at the receiver
+(`ultraattn.runtime.transports.places`), which reads it there: no packing, no second copy. A call
+with more than its places hold sends the rest in segments through a staging area, `SLOTS` slots for
+each peer that sends, with two flags a slot:
 
     sender                                    receiver (owns the slot)
     wait until its flag `free` is 1, set 0
@@ -10,16 +12,15 @@ each peer that sends to it, and two flags a slot in its own memory:
                                               copy the slot into the buffer
     its flag `free` becomes 1  ◄──────────    set the sender's flag `free` to 1
 
-Streams wait and set flags themselves (`cuStreamWaitValue32`, `cuStreamWriteValue32`); no kernel
-spins. A message longer than a slot travels in segments. Both ends count the segments of a call
-alike, since a plan issues the messages of a direction in one order at both ends. After a call every
-slot becomes free again, so captured calls replay.
+Streams wait and set flags themselves (`cuStreamBatchMemOp`); no kernel spins. Both ends count the
+messages and segments of a call alike, since a plan issues those of a direction in one order at both
+ends. After a call every slot and place becomes free again, so captured calls replay.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,14 +28,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultraattn.runtime.streams import SideStream, StreamHandle
+from ultraattn.runtime.transports import flags
+from ultraattn.runtime.transports.places import MESSAGES, Direction, Places
 
 SLOTS = 4
-STAGING_BYTES = 256 << 20
+STAGING_BYTES = 64 << 20
 """Staging of a rank for all its peers together."""
+PLACES_SHARE = 4
+"""Places take at most one part in so many of a device's memory."""
 FLAG_BYTES = 64
 """Flags stand apart, a line each."""
-EQUAL = 1
-"""CU_STREAM_WAIT_VALUE_EQ."""
 
 
 class SymmetricTransport:
@@ -55,8 +58,8 @@ class SymmetricTransport:
         device = torch.device("cuda", torch.cuda.current_device())
         self._slot_bytes = _slot_bytes(self._ranks)
         self._staging = self._ranks * SLOTS * self._slot_bytes
-        flags = 2 * self._ranks * SLOTS * FLAG_BYTES
-        self._area = symmetric_memory.empty(self._staging + flags, dtype=torch.uint8, device=device)
+        size = self._staging + 2 * self._ranks * SLOTS * FLAG_BYTES
+        self._area = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         self._handle: Any = symmetric_memory.rendezvous(self._area, group)
         self._area[self._staging :].zero_()
         for peer in range(self._ranks):
@@ -67,8 +70,16 @@ class SymmetricTransport:
         self._load()
         dist.barrier(group)
         self._send_stream, self._receive_stream = SideStream(device), SideStream(device)
-        self._sent = [0] * self._ranks
-        self._received = [0] * self._ranks
+        self._apart = torch.cuda.ExternalStream(flags.new_stream(), device)  # type: ignore[no-untyped-call]
+        """No work of a call stands on it: it goes on when all others wait."""
+        self._group_of = weakref.ref(group)
+        memory = [0] * self._ranks
+        mine = torch.cuda.get_device_properties(device).total_memory
+        dist.all_gather_object(memory, mine, group=group)
+        self._most_places = min(memory) // PLACES_SHARE // max(1, self._ranks - 1)
+        self._places: list[Places] = []
+        """Those in use, and before them smaller ones that captured calls may use still."""
+        self.begin()
         self.bytes_sent = 0
         self.bytes_received = 0
 
@@ -76,6 +87,61 @@ class SymmetricTransport:
         """Calls count segments from 0, so that a captured call fits whatever its peers run."""
         self._sent = [0] * self._ranks
         self._received = [0] * self._ranks
+        self._put = [Direction() for _ in range(self._ranks)]
+        self._accepted = [Direction() for _ in range(self._ranks)]
+
+    def finish(self) -> None:
+        """Gives the places of the call back to their senders, once the calling stream is here."""
+        stream = torch.cuda.current_stream()
+        for source, direction in enumerate(self._accepted):
+            if direction.count:
+                self._places[-1].clear(source, direction.count)
+                flags.put(stream, self._places[-1].free(source, self._rank))
+
+    def reserve(self, size: int) -> None:
+        """Makes places for calls with up to `size` bytes in any direction, within limits.
+
+        Collective: every rank calls it with the same size, and the same sizes before.
+        """
+        group = self._group_of()
+        size = min(size, self._most_places)
+        known = self._places[-1].capacity if self._places else 0
+        if group is None or size <= known:
+            return
+        made = Places(group, self._area.device, size)
+        made.warm_up()
+        torch.cuda.synchronize(self._area.device)
+        dist.barrier(group)
+        self._places.append(made)
+
+    def put(self, target: int, size: int, write: Callable[[Tensor], None]) -> StreamHandle | None:
+        """See `ultraattn.runtime.transports.base.Transport`."""
+        found = self._put[target].take(size, self._places[-1].capacity) if self._places else None
+        if found is None:
+            return None
+        start, message = found
+        self.bytes_sent += size
+        places = self._places[-1]
+        with self._send_stream.forked() as stream:
+            if message == 0:
+                flags.wait_and_clear(stream, places.free(self._rank, target))
+            write(places.place(target, self._rank, start, size))
+            flags.put(stream, places.full(target, self._rank, message))
+        return self._send_stream.handle()
+
+    def accept(self, source: int, size: int) -> tuple[Tensor, StreamHandle] | None:
+        """See `ultraattn.runtime.transports.base.Transport`."""
+        taken = self._accepted[source]
+        found = taken.take(size, self._places[-1].capacity) if self._places else None
+        if found is None:
+            return None
+        start, message = found
+        self.bytes_received += size
+        places = self._places[-1]
+        buffer = places.place(self._rank, source, start, size)
+        with self._receive_stream.forked() as stream:
+            flags.wait(stream, places.full(self._rank, source, message))
+        return buffer, self._receive_stream.handle()
 
     def send(self, target: int, buffer: Tensor, tag: int) -> StreamHandle:
         """See `ultraattn.runtime.transports.base.Transport`; messages of a direction keep order."""
@@ -85,9 +151,11 @@ class SymmetricTransport:
                 part = buffer[start : start + self._slot_bytes]
                 slot = self._sent[target] % SLOTS
                 self._sent[target] += 1
-                _wait_and_clear(stream, self._flag(self._rank, "free", target, slot))
+                flags.wait_and_clear(
+                    stream, self._flag(self._rank, "free", target, slot).data_ptr()
+                )
                 self._slot(target, self._rank, slot)[: part.numel()].copy_(part)
-                _set(stream, self._flag(target, "full", self._rank, slot))
+                flags.put(stream, self._flag(target, "full", self._rank, slot).data_ptr())
         return self._send_stream.handle()
 
     def receive(self, source: int, buffer: Tensor, tag: int) -> StreamHandle:
@@ -98,16 +166,31 @@ class SymmetricTransport:
                 part = buffer[start : start + self._slot_bytes]
                 slot = self._received[source] % SLOTS
                 self._received[source] += 1
-                _wait_and_clear(stream, self._flag(self._rank, "full", source, slot))
+                flags.wait_and_clear(
+                    stream, self._flag(self._rank, "full", source, slot).data_ptr()
+                )
                 part.copy_(self._slot(self._rank, source, slot)[: part.numel()])
-                _set(stream, self._flag(source, "free", self._rank, slot))
+                flags.put(stream, self._flag(source, "free", self._rank, slot).data_ptr())
         return self._receive_stream.handle()
+
+    def arrived(self) -> dict[int, list[bool]]:
+        """Which messages of the call in progress have come into their places, by source.
+
+        For a thread beside the one that calls; it waits for no stream of the call.
+        """
+        with torch.cuda.stream(self._apart):
+            return {
+                source: self._places[-1].arrived(source, MESSAGES)
+                for source in range(self._ranks)
+                if source != self._rank and self._places
+            }
 
     def abort(self) -> None:
         """Lets every stream that waits for a peer go on, with whatever stands in the slots."""
-        side = torch.cuda.Stream(self._area.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(side):
-            self._area[self._staging :].fill_(1)
+        with torch.cuda.stream(self._apart):
+            self._area[self._staging :].view(torch.int32).fill_(1)
+            for places in self._places:
+                places.release()
 
     def _load(self) -> None:
         """Does everything once, since what a first use loads may wait for all other streams."""
@@ -115,9 +198,9 @@ class SymmetricTransport:
         own = self._slot(self._rank, self._rank, 0)
         for peer in range(self._ranks):
             self._slot(peer, self._rank, 0).copy_(own)
-            flag = self._flag(self._rank, "free", peer, 0)
-            _wait_and_clear(stream, flag)
-            _set(stream, flag)
+            flag = self._flag(self._rank, "free", peer, 0).data_ptr()
+            flags.wait_and_clear(stream, flag)
+            flags.put(stream, flag)
         torch.cuda.synchronize(self._area.device)
 
     def _slot(self, owner: int, source: int, slot: int) -> Tensor:
@@ -140,31 +223,3 @@ class SymmetricTransport:
 
 def _slot_bytes(ranks: int) -> int:
     return STAGING_BYTES // (SLOTS * max(1, ranks)) // 4096 * 4096
-
-
-@functools.cache
-def _driver() -> Any:
-    driver = ctypes.CDLL("libcuda.so.1")
-    for name in ("cuStreamWaitValue32_v2", "cuStreamWriteValue32_v2"):
-        function = getattr(driver, name)
-        function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-        function.restype = ctypes.c_int
-    return driver
-
-
-def _check(code: int, what: str) -> None:
-    if code:
-        raise RuntimeError(f"{what} failed with CUDA driver error {code}")
-
-
-def _wait_and_clear(stream: torch.cuda.Stream, flag: Tensor) -> None:
-    """The stream goes on once the flag is 1, and sets it to 0."""
-    driver, at = _driver(), flag.data_ptr()
-    _check(driver.cuStreamWaitValue32_v2(stream.cuda_stream, at, 1, EQUAL), "waiting for a flag")
-    _check(driver.cuStreamWriteValue32_v2(stream.cuda_stream, at, 0, 0), "clearing a flag")
-
-
-def _set(stream: torch.cuda.Stream, flag: Tensor) -> None:
-    """The stream sets the flag to 1 after all that stands before it is visible to its reader."""
-    code = _driver().cuStreamWriteValue32_v2(stream.cuda_stream, flag.data_ptr(), 1, 0)
-    _check(code, "setting a flag")
