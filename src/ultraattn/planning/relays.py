@@ -127,6 +127,10 @@ class _Mail:
 class _Relayed(_Graph):
     nodes: Nodes = field(kw_only=True)
     how: How = field(kw_only=True)
+    # Values that came to a rank which reads them, by (rank, tensor, chunk).
+    came: dict[tuple[int, Tensor, int], list[int]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     # Values at gateways that the rank itself does not read, by (rank, tensor, chunk).
     passing: dict[tuple[int, Tensor, int], list[int]] = field(
         default_factory=lambda: defaultdict(list)
@@ -179,7 +183,7 @@ class _Relayed(_Graph):
                 for tensor in self.moving(by_key):
                     source = self.own(tensor, chunk)
                     copy = self.builder.copy(source, rank, head_start=start, head_stop=stop)
-                    self.at[rank, tensor, chunk].append(copy)
+                    self.came[rank, tensor, chunk].append(copy)
                     owner = self.builder.values[source].rank
                     mail.send((INPUTS, INSIDE), owner, rank, source, copy)
         mail.post(self.how.grouped or self.how.together)
@@ -233,12 +237,12 @@ class _Relayed(_Graph):
                 mail.send((INPUTS, BEFORE), demand.owner, way.near, whole, source)
             arrived = self._copy(source, way.far, piece, way)
             mail.send((INPUTS, CROSS + wave, 0), way.near, way.far, source, arrived)
-            keep = self.at if way.far in demand.users else self.passing
+            keep = self.came if way.far in demand.users else self.passing
             keep[way.far, tensor, chunk].append(arrived)
             for user in demand.users:
                 if user != way.far:
                     copy = self._copy(arrived, user, piece, way)
-                    self.at[user, tensor, chunk].append(copy)
+                    self.came[user, tensor, chunk].append(copy)
                     mail.send((INPUTS, CROSS + wave, 1), way.far, user, arrived, copy)
 
     def _held(self, tensor: Tensor, piece: _Piece, way: Way, demand: Demand) -> int | None:
@@ -246,7 +250,7 @@ class _Relayed(_Graph):
         if way.near == demand.owner:
             return self.own(tensor, piece.chunk)
         wanted = Value(tensor, piece.chunk, way.row_start, way.row_stop, *piece.heads, way.near)
-        for store in (self.at, self.passing):
+        for store in (self.came, self.passing):
             for number in store.get((way.near, tensor, piece.chunk), ()):
                 if self.builder.values[number].holds(wanted):
                     return number
@@ -329,8 +333,10 @@ class _Relayed(_Graph):
             heads = self.heads[by_key]
             for chunk, blocks in lines.items():
                 needed = {heads[block] for block in blocks}
+                owned = self.layout(by_key).owners[chunk] == rank
                 for tensor in self.moving(by_key):
-                    for value in self.at[rank, tensor, chunk]:
+                    came = self.came[rank, tensor, chunk]
+                    for value in [self.own(tensor, chunk)] if owned else came:
                         first, last = values[value].head_start, values[value].head_stop
                         if any(first < stop and start < last for start, stop in needed):
                             reads[value] = None
@@ -351,7 +357,7 @@ class _Relayed(_Graph):
                                     wide=(by_key, chunk) in wide, cover=cover,
                                 )
                             )  # fmt: skip
-                            self.partials[rank, tensor, chunk, span].append(value)
+                            self.partials[rank][tensor, chunk, span].append(value)
                             writes.append(value)
         self.builder.compute(rank, tile, reads, writes, key)
 
@@ -399,13 +405,13 @@ class _Relayed(_Graph):
         groups: dict[tuple[Tensor, int, HeadRange, int], dict[int, list[list[int]]]] = defaultdict(
             dict
         )
-        for key in list(self.partials):
-            rank, tensor, chunk, span = key
-            if rank == self.layout(tensor.by_key).owners[chunk] or tensor is Tensor.LSE:
-                continue
-            group = (tensor, Tensor.LSE) if tensor is Tensor.O else (tensor,)
-            found = [self.partials.pop((rank, each, chunk, span)) for each in group]
-            groups[tensor, chunk, span, self.nodes.node[rank]][rank] = found
+        for rank, held in self.partials.items():
+            for tensor, chunk, span in list(held):
+                if rank == self.layout(tensor.by_key).owners[chunk] or tensor is Tensor.LSE:
+                    continue
+                group = (tensor, Tensor.LSE) if tensor is Tensor.O else (tensor,)
+                found = [held.pop((each, chunk, span)) for each in group]
+                groups[tensor, chunk, span, self.nodes.node[rank]][rank] = found
         return groups
 
     def _bucket(self, ranks: Iterable[int], by_key: bool, chunk: int) -> int:
@@ -493,7 +499,7 @@ class _Relayed(_Graph):
 
     def _arrived(self, number: int) -> None:
         v = self.builder.values[number]
-        self.partials[v.rank, v.tensor, v.chunk, (v.head_start, v.head_stop)].append(number)
+        self.partials[v.rank][v.tensor, v.chunk, (v.head_start, v.head_stop)].append(number)
 
 
 def _order(key: tuple[Tensor, int, HeadRange, int]) -> tuple[int, int, HeadRange, int]:
