@@ -410,15 +410,7 @@ def cluster_of(options: PlanOptions, default_ranks: int) -> Cluster:
         return sized
     if ranks is None:
         return cluster if cluster.ranks > 1 else cluster.resize(gpus_per_node=default_ranks)
-    node = cluster.gpus_per_node
-    if node == 1 or ranks <= node:
-        return cluster.resize(nodes=1, gpus_per_node=ranks)
-    if ranks % node:
-        raise InputError(
-            f"--ranks {ranks} on cluster {cluster.name}, whose nodes have {node} ranks: expected "
-            f"at most {node} or a multiple of it; or give --nodes and --gpus-per-node"
-        )
-    return cluster.resize(nodes=ranks // node)
+    return cluster.with_ranks(ranks)
 
 
 def _positive(option: str, value: int | None) -> None:

@@ -70,6 +70,23 @@ class Cluster:
             gpus_per_node=self.gpus_per_node if gpus_per_node is None else gpus_per_node,
         )
 
+    def with_ranks(self, ranks: int) -> Cluster:
+        """As many ranks: on one node where they fit on it, else on whole nodes.
+
+        Raises:
+            InputError: more ranks than a node has, and no multiple of them.
+        """
+        node = self.gpus_per_node
+        if node == 1 or ranks <= node:
+            return self.resize(nodes=1, gpus_per_node=ranks)
+        if ranks % node:
+            raise InputError(
+                f"{ranks} ranks on cluster {self.name}, whose nodes have {node} ranks: expected at "
+                f"most {node} or a multiple of it; or say how many nodes and ranks of each "
+                "(--nodes and --gpus-per-node, Cluster.resize)"
+            )
+        return self.resize(nodes=ranks // node)
+
     def save(self, path: str | Path) -> None:
         """Writes one JSON file that `load` reads."""
         data: dict[str, Any] = {

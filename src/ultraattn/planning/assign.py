@@ -125,6 +125,10 @@ def bounded(pass_: Pass, made: Setting, options: TileOptions, found: Assignment)
         return found.bounds
     candidate = _candidate(pass_, made, options, found.head_groups)
     problem = within_cap(candidate.sized.tiling, _pinned(candidate, options), options.strict_cap)
+    load = np.zeros(problem.ranks, dtype=np.int64)
+    np.add.at(load, np.array(found.ranks), np.array([b.weight for b in found.blocks]))
+    if options.units is Units.BYTES and int(load.max()) > problem.cap:
+        return found.bounds  # A bound holds within the cap only.
     value = round(found.bounds.max_volume * candidate.sized.unit)
     least = min(lower_bound(problem, value), value)
     volume, unit = found.bounds.max_volume, candidate.sized.unit

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ultraattn.errors import InputError
+from ultraattn.planning import layers
 from ultraattn.planning.assign import (
     Assignment,
     TileOptions,
@@ -79,6 +80,8 @@ class _Option:
     bounded: bool = False
     """Whether the assignment's bounds are those of a search."""
     part: PassPlan | None = None
+    in_layers: bool = False
+    """Whether it is planned in layers, nodes first."""
 
     @property
     def known_ns(self) -> float:
@@ -216,6 +219,8 @@ def best_passes(settings: Sequence[Setting], where: Where, options: TileOptions)
             "preset or a file of `ultraattn profile`, or strategy='tile'"
         )
     cases = [_case(made, where, options) for made in settings]
+    if layers.serves(where.place, where.costs, options):
+        _add_layers(cases, where, options)
     cases.sort(key=lambda case: case.least_ns)
     if options.effort is Effort.INSTANT:
         chosen = min(cases, key=lambda case: sum(one.expected_ns for one in case.fields))
@@ -324,7 +329,8 @@ def _field(
     one = _Field(pass_, made, where, [])
     first: Assignment | None = None
     seen: set[bytes] = set()
-    for assignment in _own_assignments(pass_, made, options):
+    in_layers = layers.serves(where.place, where.costs, options)
+    for assignment in _own_assignments(pass_, made, options, in_layers):
         first = first or assignment
         name = _name(assignment.head_groups, assignment.ranks)
         if name not in seen:
@@ -336,9 +342,12 @@ def _field(
     return one
 
 
-def _own_assignments(pass_: Pass, made: Setting, options: TileOptions) -> Iterator[Assignment]:
+def _own_assignments(
+    pass_: Pass, made: Setting, options: TileOptions, in_layers: bool
+) -> Iterator[Assignment]:
     yield assign_rows(pass_, made, options)
-    most = STARTS_OF_MANY if made.q_layout.ranks > MANY_RANKS else STARTS
+    many = made.q_layout.ranks > MANY_RANKS
+    most = STARTS_OF_MANY if many else STARTS
     if options.effort is Effort.INSTANT:
         most = STARTS_INSTANT
     yield from assign_structured(pass_, made, options, most)
@@ -416,6 +425,29 @@ def _rivals(made: Setting, nodes: int) -> list[Strategy]:
     return found
 
 
+def _add_layers(cases: Sequence[_Case], where: Where, options: TileOptions) -> None:
+    """Adds what is planned in layers, built and simulated: rivals above it need not be built."""
+    assert where.costs is not None
+    found = layers.layered([case.made for case in cases], where.place, where.costs, options)
+    for case, passes in zip(cases, found, strict=True):
+        for one, built in zip(case.fields, passes, strict=True):
+            for each in built:
+                one.options.append(_layered_option(each))
+
+
+def _layered_option(found: layers.Layered) -> _Option:
+    part = found.part
+    return _Option(
+        f"tile ({found.label})",
+        float(part.predicted_ns or 0),
+        lambda program: part,
+        rival=False,
+        assignment=found.assignment,
+        part=part,
+        in_layers=True,
+    )
+
+
 def _search(case: _Case, where: Where, options: TileOptions) -> None:
     """Adds what a longer search finds: with the head ranges that were best, and a looser cap.
 
@@ -424,7 +456,11 @@ def _search(case: _Case, where: Where, options: TileOptions) -> None:
     assert where.costs is not None
     effort = Effort.NORMAL if options.effort is Effort.BEST else Effort.FAST
     for one in case.fields:
-        own = [o for o in one.options if o.assignment is not None and o.assignment.blocks]
+        own = [
+            o
+            for o in one.options
+            if o.assignment is not None and o.assignment.blocks and not o.in_layers
+        ]
         if not own:
             continue
         floors = Floors(one.pass_, one.made, where.place.node_of, where.costs)

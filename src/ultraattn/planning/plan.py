@@ -9,6 +9,7 @@ from ultraattn.cluster import Cluster
 from ultraattn.enums import StrEnum
 from ultraattn.errors import InputError
 from ultraattn.masks import Lengths, Mask
+from ultraattn.planning import layers
 from ultraattn.planning.assign import TileOptions, assign_tiles
 from ultraattn.planning.choose import best_passes
 from ultraattn.planning.collecting import no_collecting
@@ -50,7 +51,7 @@ def plan(
     value_dim: int | None = None,
     dtype: str = "bfloat16",
     scale: float | None = None,
-    cluster: Cluster | None = None,
+    cluster: Cluster | str | None = None,
     ranks: int | None = None,
     strategy: str = "tile",
     layout: str | Layout = LayoutName.AUTO,
@@ -75,8 +76,9 @@ def plan(
         value_dim: elements of a value; `head_dim` unless given.
         dtype: float64, float32, bfloat16 or float16.
         scale: factor of the scores; ``head_dim ** -0.5`` unless given.
-        cluster: where it runs; one CPU node of `ranks` unless given.
-        ranks: ranks of one node, where no cluster is given.
+        cluster: where it runs: a `Cluster`, or the name of a preset or file, resized to `ranks`
+            where these are given; one CPU node of `ranks` unless given.
+        ranks: how many, where no `Cluster` says.
         strategy: how blocks get their ranks: tile (this system), rows, a rival's name
             (`ultraattn.strategies.NAMES`), or auto, the best of all in simulated time.
         layout: a layout's name, or a `Layout` (of another plan, say).
@@ -116,6 +118,8 @@ def plan(
     if strategy == "auto":
         choice = best_passes(candidates, where, options)
         made, forward, backward = choice.made, choice.forward, choice.backward
+    elif strategy == "tile" and layers.serves(where.place, where.costs, options):
+        made, forward, backward = layers.layered_tiles(candidates, where, options)
     else:
         made = most_promising(candidates, options)
         forward, backward = (plan_pass(pass_, strategy, made, where, options) for pass_ in Pass)
@@ -187,7 +191,7 @@ def settings(
         first = found[0]
         ranks = cluster.ranks
         if first.q_layout.name == LayoutName.CONTIGUOUS:
-            few = strategy == "auto" or ranks <= MOST_RANKS_MIRRORED
+            few = strategy == "auto" or ranks <= MOST_RANKS_MIRRORED or cluster.nodes > 1
             if few and (chunks is None or chunks % (2 * ranks) == 0):
                 found.append(at(LayoutName.ZIGZAG))
             if strategy == "auto" and chunks is not None and chunks % ranks == 0:
@@ -230,7 +234,10 @@ def _choice(kind: type[E], name: str, given: str) -> E:
     return kind(given)
 
 
-def _cluster(cluster: Cluster | None, ranks: int | None) -> Cluster:
+def _cluster(cluster: Cluster | str | None, ranks: int | None) -> Cluster:
+    if isinstance(cluster, str):
+        named = Cluster.load(cluster)
+        return named if ranks is None else named.with_ranks(ranks)
     if cluster is None:
         return Cluster.load("cpu").resize(gpus_per_node=1 if ranks is None else ranks)
     if ranks is not None and ranks != cluster.ranks:

@@ -22,12 +22,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ultraattn.planning.graph import INPUTS, WORK, HeadRange, _Graph, runs
+from ultraattn.planning.mail import Mail
 from ultraattn.planning.routes import MESSAGE, Demand, Nodes, Way, ways
 from ultraattn.plans.builder import Key, ProgramBuilder
 from ultraattn.plans.layout import Layout
 from ultraattn.plans.passes import Pass
 from ultraattn.plans.problem import Problem
-from ultraattn.plans.program import Block, CollectiveOp, LocalOp, Program, Value
+from ultraattn.plans.program import Block, LocalOp, Program, Value
 from ultraattn.plans.tensors import Tensor
 
 BEFORE, INSIDE, CROSS, SHARE = range(4)
@@ -77,50 +78,6 @@ class _Piece(NamedTuple):
     heads: HeadRange
     demand: Demand
     ways: list[Way]
-
-
-@dataclass
-class _Mail:
-    """Messages that are being put together: values by key of issue, source and target."""
-
-    builder: ProgramBuilder
-    nodes: Nodes
-    waiting: dict[tuple[Key, int, int], tuple[dict[int, None], list[int]]] = field(
-        default_factory=dict
-    )
-
-    def send(self, key: Key, source: int, target: int, read: int, written: int) -> None:
-        """One value more for the message of `key` between two ranks."""
-        reads, writes = self.waiting.setdefault((key, source, target), ({}, []))
-        reads[read] = None
-        writes.append(written)
-
-    def post(self, collective: bool) -> None:
-        """Adds all messages; collectives join those of one key inside a node, or between nodes."""
-        if collective:
-            self._post_collectives()
-        for (key, source, target), (reads, writes) in self.waiting.items():
-            if writes:
-                order = (self.nodes.place[target] - self.nodes.place[source]) % len(
-                    self.nodes.members[self.nodes.node[source]]
-                )
-                self.builder.transfer(source, reads, writes, (*key, order, source))
-        self.waiting.clear()
-
-    def _post_collectives(self) -> None:
-        groups: dict[tuple[Key, int], tuple[dict[int, None], list[int]]] = {}
-        node = self.nodes.node
-        for (key, source, target), (reads, writes) in self.waiting.items():
-            where = node[source] if node[source] == node[target] else -1
-            all_reads, all_writes = groups.setdefault((key, where), ({}, []))
-            all_reads.update(reads)
-            all_writes += writes
-        values = self.builder.values
-        for (key, where), (reads, writes) in groups.items():
-            # The first that holds a piece sends it: those that hold least come first.
-            order = sorted(reads, key=lambda n: (values[n].rows * values[n].heads, n))
-            self.builder.collective(CollectiveOp.ALL_TO_ALL, order, writes, (*key, where))
-        self.waiting.clear()
 
 
 @dataclass
@@ -177,7 +134,7 @@ class _Relayed(_Graph):
                 else:
                     away[by_key, chunk, node[rank]][rank] = runs(spans)
         pieces = self._pieces(away)
-        mail = _Mail(self.builder, self.nodes)
+        mail = Mail(self.builder, self.nodes)
         for rank, by_key, chunk in inside:
             for start, stop in runs(self.spans[rank, by_key, chunk]):
                 for tensor in self.moving(by_key):
@@ -186,20 +143,11 @@ class _Relayed(_Graph):
                     self.came[rank, tensor, chunk].append(copy)
                     owner = self.builder.values[source].rank
                     mail.send((INPUTS, INSIDE), owner, rank, source, copy)
-        mail.post(self.how.grouped or self.how.together)
+        mail.post(self.how.grouped or self.how.together, self.how.together)
         for piece in pieces:
             for way in piece.ways:
                 self._carry(mail, piece, way)
-        # Messages between nodes stay apart unless all waves go together.
-        self._post_hops(mail)
-
-    def _post_hops(self, mail: _Mail) -> None:
-        near = _Mail(self.builder, self.nodes)
-        for key, source, target in list(mail.waiting):
-            if self.nodes.node[source] == self.nodes.node[target]:
-                near.waiting[key, source, target] = mail.waiting.pop((key, source, target))
-        near.post(self.how.grouped or self.how.together)
-        mail.post(self.how.together)
+        mail.post(self.how.grouped or self.how.together, self.how.together)
 
     def _pieces(
         self, away: dict[tuple[bool, int, int], dict[int, list[HeadRange]]]
@@ -224,7 +172,7 @@ class _Relayed(_Graph):
         found = ways([piece.demand for piece in pieces], self.nodes, self.how.message)
         return [piece._replace(ways=each) for piece, each in zip(pieces, found, strict=True)]
 
-    def _carry(self, mail: _Mail, piece: _Piece, way: Way) -> None:
+    def _carry(self, mail: Mail, piece: _Piece, way: Way) -> None:
         """One way of a piece: to the rank that sends it out, across, and on to all that need it."""
         by_key, chunk, demand = piece.by_key, piece.chunk, piece.demand
         wave = self.wave(demand.owner, way.far, by_key, chunk)
@@ -366,7 +314,7 @@ class _Relayed(_Graph):
     def _results_home(self, inner: set[tuple[bool, int, int]]) -> None:
         """Partial results of other ranks' chunks: added up inside a node, across once, home."""
         groups = self._foreign()
-        mail = _Mail(self.builder, self.nodes)
+        mail = Mail(self.builder, self.nodes)
         pieces: list[_Piece] = []
         parts_of: list[dict[int, list[list[int]]]] = []
         for (lead, chunk, span, node), parts in sorted(groups.items(), key=lambda g: _order(g[0])):
@@ -389,7 +337,7 @@ class _Relayed(_Graph):
         added: dict[tuple[Key, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         for piece, each, parts in zip(pieces, found_ways, parts_of, strict=True):
             self._piece_home(mail, piece._replace(ways=each), parts, added)
-        self._post_hops(mail)
+        mail.post(self.how.grouped or self.how.together, self.how.together)
         for (key, rank), (reads, writes) in added.items():
             self.builder.merge(rank, reads, writes, (*key, rank))
 
@@ -448,7 +396,7 @@ class _Relayed(_Graph):
 
     def _piece_home(
         self,
-        mail: _Mail,
+        mail: Mail,
         piece: _Piece,
         parts: dict[int, list[list[int]]],
         added: dict[tuple[Key, int], tuple[list[int], list[int]]],
@@ -490,7 +438,7 @@ class _Relayed(_Graph):
                 else:
                     self._home(mail, crossed, piece.demand.owner, (WORK, bucket + 1, end + 4))
 
-    def _home(self, mail: _Mail, number: int, owner: int, key: Key) -> None:
+    def _home(self, mail: Mail, number: int, owner: int, key: Key) -> None:
         """Inside the owner's node, to the owner."""
         rank = self.builder.values[number].rank
         copy = self.builder.copy(number, owner)
