@@ -50,12 +50,8 @@ from ultraattn.plans import Compute, Pass, Plan
 
 RESULTS = Path(__file__).parent / "results"
 MASKS = {
-    "full": ua.masks.full(),
-    "causal": ua.masks.causal(),
-    "strided": ua.masks.strided(),
-    "global_local": ua.masks.global_local(),
-    "star": ua.masks.star(),
-    "streaming": ua.masks.streaming(),
+    name: ua.masks.by_name(name)
+    for name in ("full", "causal", "strided", "global_local", "star", "streaming")
 }
 HEADS, TOKENS, RANKS = (1, 4, 32), (8_192, 65_536), (4, 8)
 CLUSTERS = ("h100", "h200")

@@ -32,12 +32,8 @@ from ultraattn.plans.program import Compute, Program
 
 RESULTS = Path(__file__).parent / "results"
 MASKS = {
-    "full": ua.masks.full(),
-    "causal": ua.masks.causal(),
-    "strided": ua.masks.strided(),
-    "global_local": ua.masks.global_local(),
-    "star": ua.masks.star(),
-    "streaming": ua.masks.streaming(),
+    name: ua.masks.by_name(name)
+    for name in ("full", "causal", "strided", "global_local", "star", "streaming")
 }
 TOKENS = 65_536
 PAPER = (

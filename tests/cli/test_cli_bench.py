@@ -10,8 +10,10 @@ import pytest
 
 from ultraattn.cli import bench as bench_module
 from ultraattn.cli.bench import BenchJob, bench
+from ultraattn.cli.group import torchrun_group
 from ultraattn.cli.options import PlanOptions
 from ultraattn.cli.steps import Steps
+from ultraattn.errors import InputError
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -37,7 +39,8 @@ def test_json_holds_every_repeat_beside_the_prediction_and_the_file_is_the_same(
         assert all(0 < forward < both for forward, both in times)
         assert facts["predicted_forward_backward_s"][name] > 0
     assert {"torch", "cores", "ultraattn"} <= set(facts["machine"])
-    assert "--repeats 2" in facts["command"] or facts["command"].startswith("ultraattn")
+    assert facts["command"].startswith("ultraattn bench")
+    assert "--repeats 2" in facts["command"]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +88,7 @@ def test_bad_input_is_exit_code_2(call: Call, arguments, said):
     assert all(word in err for word in said)
 
 
-def test_under_torchrun_rank_0_reports_and_a_device_that_is_not_there_is_refused(python):
+def test_under_torchrun_rank_0_reports(python):
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "-m", "ultraattn.cli")
     shape = ("--seqlen", 48, "--heads", 4, "--kv-heads", 2, "--head-dim", 8, "--effort", "instant")
     done = python(*torchrun, "bench", *shape, "--strategy", "rows", "--repeats", 1,
@@ -93,6 +96,17 @@ def test_under_torchrun_rank_0_reports_and_a_device_that_is_not_there_is_refused
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert facts["right"] == {"auto": True, "rows": True}
-    done = python(*torchrun, "run", *shape, "--device", "tpu")
-    assert done.returncode != 0
-    assert "--device 'tpu': expected one of auto, cpu, cuda" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("tpu", "--device 'tpu': expected one of auto, cpu, cuda"),
+        ("cuda", "0 GPUs for the 2 ranks"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(device, said, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(InputError, match=said), torchrun_group(10.0, device):
+        pass

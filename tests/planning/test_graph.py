@@ -15,8 +15,8 @@ from tests.plans.samples import assigned, small
 import ultraattn as ua
 from ultraattn.errors import InputError
 from ultraattn.planning.blocks import blocks_of, head_ranges
-from ultraattn.planning.graph import runs
 from ultraattn.plans import Compute, LocalOp, Merge, Pass, Tensor, Transfer
+from ultraattn.plans.head_ranges import runs
 
 RULE = settings(deadline=None, derandomize=True, max_examples=40)
 MASKS = {

@@ -43,11 +43,12 @@ def test_what_is_no_rows_is_left_to_kernels():
 @settings(deadline=None, derandomize=True, max_examples=50)
 @given(st.lists(st.integers(1, 5000), max_size=40), st.integers(0, 40_000))
 def test_places_of_a_direction_are_aligned_and_apart(sizes, capacity):
-    direction, end = Direction(), 0
+    direction, end, full = Direction(), 0, False
     for size in sizes:
         found = direction.take(size, capacity)
+        full |= end + size > capacity  # what comes after one that does not fit has no place either
+        assert (found is None) == full
         if found is None:
-            assert end + size > capacity
             continue
         start, _ = found
         assert start % ALIGN_BYTES == 0

@@ -10,9 +10,8 @@ import numpy as np
 from ultraattn.chunks import Ints
 from ultraattn.errors import InputError
 from ultraattn.masks.grid import KIND_ORDER, BlockKind, Grid
+from ultraattn.plans.head_ranges import HeadRange
 from ultraattn.plans.program import Block
-
-HeadRange = tuple[int, int]
 
 
 def head_ranges(heads: int, groups: int) -> tuple[HeadRange, ...]:

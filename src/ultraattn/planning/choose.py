@@ -16,8 +16,8 @@ promise most of, a candidate or two a pass.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,14 +31,14 @@ from ultraattn.planning.assign import (
     assign_tiles,
     bounded,
 )
+from ultraattn.planning.candidates import MANY_RANKS, Case, Field, Option
 from ultraattn.planning.floors import Columns, Floors
-from ultraattn.planning.passes import Where, arranged, own_pass, rival_pass, timed, with_volume
+from ultraattn.planning.passes import Where, arranged, own_pass, rival_pass, with_volume
 from ultraattn.planning.setting import Setting
 from ultraattn.planning.tiling import Effort
 from ultraattn.plans.account import account
 from ultraattn.plans.check import Pass
 from ultraattn.plans.plan import PassPlan
-from ultraattn.plans.program import Program
 from ultraattn.strategies import NAMES as RIVALS
 from ultraattn.strategies import Strategy
 from ultraattn.strategies.mesh import mesh_ranks
@@ -48,145 +48,13 @@ TIE = 0.01
 STARTS, STARTS_OF_MANY, STARTS_INSTANT = 8, 4, 2
 """Structured assignments of each number of head ranges that get a floor; fewer over many ranks,
 and at effort instant."""
-MOST_OWN, MOST_OWN_OF_MANY, MANY_RANKS = 8, 3, 16
-"""Own assignments that are simulated of each pass and layout, the lowest floors first."""
 SEARCHED_LAYOUTS = 2
 HOPELESS = 1.25
 """Tiles that take so many times the best are not searched any longer."""
-OVER_OWN, OVER_OTHERS = 1.15, 1.05
-OVER_FLOOR = {"double_ring": 1.15, "allgather": 1.0, "mesh": OVER_OWN}
-"""Simulated time over the floor in the median of candidates (causal, document, global_local; 8 and
-32 ranks): what effort `instant` expects of a candidate that it does not build."""
-DISAPPOINTS = 1.1
-"""The second candidate is built where the first takes so much more than that one may."""
 MOST_STEPS = 16
 """Over many ranks, longer rings are not built at effort `instant`: they take too long to plan."""
 NAMED = 8
 """Simulated candidates that the notes name, the fastest first."""
-
-
-@dataclass(eq=False)
-class _Option:
-    """A candidate of one pass over one layout; `part` once it is built and simulated."""
-
-    label: str
-    floor_ns: float
-    make: Callable[[Program | None], PassPlan]
-    """The pass, with its program where an equal candidate has built it."""
-    rival: bool
-    same_as: bytes = b""
-    """Equal for candidates that give the same program."""
-    assignment: Assignment | None = None
-    bounded: bool = False
-    """Whether the assignment's bounds are those of a search."""
-    part: PassPlan | None = None
-    in_layers: bool = False
-    """Whether it is planned in layers, nodes first."""
-
-    @property
-    def known_ns(self) -> float:
-        """The simulated time, or the floor."""
-        known = None if self.part is None else self.part.predicted_ns
-        return self.floor_ns if known is None else float(known)
-
-    @property
-    def expected_ns(self) -> float:
-        """The floor, and what programs of its kind usually take beyond it."""
-        kind = self.label.partition(":")[0]
-        return self.floor_ns * (OVER_FLOOR.get(kind, OVER_OTHERS) if self.rival else OVER_OWN)
-
-
-@dataclass(eq=False)
-class _Field:
-    """All candidates of one pass over one layout."""
-
-    pass_: Pass
-    made: Setting
-    where: Where
-    options: list[_Option]
-    made_already: dict[bytes, PassPlan] = field(default_factory=dict)
-
-    @property
-    def least_ns(self) -> float:
-        """No candidate takes less."""
-        return min(option.known_ns for option in self.options)
-
-    @property
-    def simulated(self) -> list[_Option]:
-        """What has been simulated, the fastest first."""
-        return sorted((o for o in self.options if o.part is not None), key=lambda o: o.known_ns)
-
-    @property
-    def best_ns(self) -> float:
-        """The least simulated time."""
-        return min((o.known_ns for o in self.options if o.part is not None), default=np.inf)
-
-    @property
-    def expected_ns(self) -> float:
-        """What the most promising candidate may take."""
-        return min(option.expected_ns for option in self.options)
-
-    def simulate_expected(self) -> None:
-        """Simulates what promises most, own or rival; the other too where the first disappoints."""
-        kinds = ([o for o in self.options if o.rival is rival] for rival in (False, True))
-        best = [min(kind, key=lambda o: o.expected_ns) for kind in kinds if kind]
-        for option in sorted(best, key=lambda o: o.expected_ns):
-            if option.expected_ns * DISAPPOINTS < self.best_ns:
-                self.simulate(option)
-
-    def simulate(self, option: _Option) -> None:
-        """Builds and simulates one candidate, or takes over what an equal one gave."""
-        known = self.made_already.get(option.same_as)
-        if known is None:
-            option.part = timed(self.pass_, self.made, self.where, option.make(None))
-            self.made_already[option.same_as or option.label.encode()] = option.part
-        else:
-            part = option.make(known.program)
-            option.part = dataclasses.replace(part, predicted_ns=known.predicted_ns)
-
-    def settle(self, below_ns: float) -> None:
-        """Simulates candidates until none left has a floor below the best time and `below_ns`."""
-        most = MOST_OWN if self.made.q_layout.ranks <= MANY_RANKS else MOST_OWN_OF_MANY
-        own = 0
-        for option in sorted(self.options, key=lambda o: o.floor_ns):
-            if option.floor_ns >= min(self.best_ns, below_ns):
-                return
-            if option.part is None and (option.rival or own < most):
-                own += not option.rival
-                self.simulate(option)
-
-
-@dataclass(eq=False)
-class _Case:
-    """Both passes over one layout."""
-
-    made: Setting
-    fields: tuple[_Field, ...]
-
-    @property
-    def least_ns(self) -> float:
-        """No pair of candidates takes less."""
-        return sum(field.least_ns for field in self.fields)
-
-    @property
-    def best_ns(self) -> float:
-        """The least simulated time of both passes."""
-        return sum(field.best_ns for field in self.fields)
-
-    def settle(self, below_ns: float) -> None:
-        """Finds the best of each pass, unless the case cannot get below `below_ns`."""
-        for at, one in enumerate(self.fields):
-            others = sum(f.least_ns for i, f in enumerate(self.fields) if i != at)
-            one.settle(below_ns - others)
-
-    def least_rival(self) -> tuple[float, str]:
-        """No rival takes less over this layout, both passes together; nanoseconds, and whose."""
-        times: dict[str, float] = {}
-        for one in self.fields:
-            for option in one.options:
-                if option.rival:
-                    times[option.label] = times.get(option.label, 0.0) + option.known_ns
-        return min(((time, label) for label, time in times.items()), default=(np.inf, ""))
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,7 +115,7 @@ def best_passes(settings: Sequence[Setting], where: Where, options: TileOptions)
     return Choice(chosen.made, parts[0], parts[1], least_rival_ns, whose)
 
 
-def _picked(case: _Case, least_rival_ns: float) -> list[_Option]:
+def _picked(case: Case, least_rival_ns: float) -> list[Option]:
     """Of each pass the least traffic within 1 % of the best; the best where rivals are as near."""
     picked = []
     for one in case.fields:
@@ -258,15 +126,13 @@ def _picked(case: _Case, least_rival_ns: float) -> list[_Option]:
     return picked
 
 
-def _traffic(one: _Field, option: _Option) -> int:
+def _traffic(one: Field, option: Option) -> int:
     assert option.part is not None
     costs = account(one.made.problem, option.part.program, one.where.place.node_of)
     return int(costs.sent.sum())
 
 
-def _finished(
-    one: _Field, option: _Option, others: Sequence[_Case], options: TileOptions
-) -> PassPlan:
+def _finished(one: Field, option: Option, others: Sequence[Case], options: TileOptions) -> PassPlan:
     """The chosen pass with its volume, its bound, and what was considered."""
     part = option.part
     assert part is not None
@@ -281,7 +147,7 @@ def _finished(
     return dataclasses.replace(part, notes=tuple(notes))
 
 
-def _report(one: _Field, others: Sequence[_Case]) -> list[str]:
+def _report(one: Field, others: Sequence[Case]) -> list[str]:
     """What was considered, in a few lines."""
     times = one.simulated
     more = f", and {len(times) - NAMED} slower" if len(times) > NAMED else ""
@@ -316,21 +182,20 @@ def _refused(made: Setting) -> list[str]:
     ]
 
 
-def _case(made: Setting, where: Where, options: TileOptions) -> _Case:
+def _case(made: Setting, where: Where, options: TileOptions) -> Case:
     columns: dict[int, Columns] = {}
-    return _Case(made, tuple(_field(pass_, made, where, options, columns) for pass_ in Pass))
+    return Case(made, tuple(_field(pass_, made, where, options, columns) for pass_ in Pass))
 
 
 def _field(
     pass_: Pass, made: Setting, where: Where, options: TileOptions, columns: dict[int, Columns]
-) -> _Field:
+) -> Field:
     assert where.costs is not None
     floors = Floors(pass_, made, where.place.node_of, where.costs)
-    one = _Field(pass_, made, where, [])
+    one = Field(pass_, made, where, [])
     first: Assignment | None = None
     seen: set[bytes] = set()
-    in_layers = layers.serves(where.place, where.costs, options)
-    for assignment in _own_assignments(pass_, made, options, in_layers):
+    for assignment in _own_assignments(pass_, made, options):
         first = first or assignment
         name = _name(assignment.head_groups, assignment.ranks)
         if name not in seen:
@@ -342,12 +207,9 @@ def _field(
     return one
 
 
-def _own_assignments(
-    pass_: Pass, made: Setting, options: TileOptions, in_layers: bool
-) -> Iterator[Assignment]:
+def _own_assignments(pass_: Pass, made: Setting, options: TileOptions) -> Iterator[Assignment]:
     yield assign_rows(pass_, made, options)
-    many = made.q_layout.ranks > MANY_RANKS
-    most = STARTS_OF_MANY if many else STARTS
+    most = STARTS_OF_MANY if made.q_layout.ranks > MANY_RANKS else STARTS
     if options.effort is Effort.INSTANT:
         most = STARTS_INSTANT
     yield from assign_structured(pass_, made, options, most)
@@ -358,20 +220,20 @@ def _name(groups: int, ranks: Sequence[int]) -> bytes:
 
 
 def _own_option(
-    one: _Field,
+    one: Field,
     floors: Floors,
     columns: dict[int, Columns],
     assignment: Assignment,
     name: bytes,
     prefix: str = "tile",
-) -> _Option:
+) -> Option:
     groups = assignment.head_groups
     if groups not in columns:
         columns[groups] = Columns.of(assignment.blocks)
     floor = floors.direct(columns[groups], np.array(assignment.ranks, dtype=np.int64))
     strategy = "rows" if assignment.origin == "rows" and groups == 1 else "tile"
     label = strategy if strategy == "rows" else f"{prefix} ({assignment.origin})"
-    return _Option(
+    return Option(
         label,
         floor * 1e9,
         lambda program: own_pass(one.pass_, strategy, one.made, one.where, assignment, program),
@@ -381,15 +243,13 @@ def _own_option(
     )
 
 
-def _rival_option(
-    one: _Field, floors: Floors, rival: Strategy, whole: Assignment | None
-) -> _Option:
+def _rival_option(one: Field, floors: Floors, rival: Strategy, whole: Assignment | None) -> Option:
     name = b""
     made = one.made
     if rival.name == "mesh" and whole is not None and whole.head_groups == 1:
         shape = rival.resolved(made.problem, made.q_layout.ranks)
         name = _name(1, mesh_ranks(whole.blocks, made.q_layout, made.kv_layout, shape))
-    return _Option(
+    return Option(
         rival.label,
         floors.of_rival(rival) * 1e9,
         lambda program: rival_pass(one.pass_, rival, made, one.where, program),
@@ -425,7 +285,7 @@ def _rivals(made: Setting, nodes: int) -> list[Strategy]:
     return found
 
 
-def _add_layers(cases: Sequence[_Case], where: Where, options: TileOptions) -> None:
+def _add_layers(cases: Sequence[Case], where: Where, options: TileOptions) -> None:
     """Adds what is planned in layers, built and simulated: rivals above it need not be built."""
     assert where.costs is not None
     found = layers.layered([case.made for case in cases], where.place, where.costs, options)
@@ -435,9 +295,9 @@ def _add_layers(cases: Sequence[_Case], where: Where, options: TileOptions) -> N
                 one.options.append(_layered_option(each))
 
 
-def _layered_option(found: layers.Layered) -> _Option:
+def _layered_option(found: layers.Layered) -> Option:
     part = found.part
-    return _Option(
+    return Option(
         f"tile ({found.label})",
         float(part.predicted_ns or 0),
         lambda program: part,
@@ -448,7 +308,7 @@ def _layered_option(found: layers.Layered) -> _Option:
     )
 
 
-def _search(case: _Case, where: Where, options: TileOptions) -> None:
+def _search(case: Case, where: Where, options: TileOptions) -> None:
     """Adds what a longer search finds: with the head ranges that were best, and a looser cap.
 
     The planner weighs load against volume in seconds: a looser cap moves less.

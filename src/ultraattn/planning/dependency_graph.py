@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ultraattn.planning.graph import _Graph
+from ultraattn.planning.graph import Graph
 from ultraattn.plans.builder import ProgramBuilder
 from ultraattn.plans.layout import Layout
 from ultraattn.plans.passes import Pass
@@ -34,6 +34,6 @@ def build_finest(
     return graph.builder.finish(frozenset(graph.outputs))
 
 
-class _Finest(_Graph):
+class _Finest(Graph):
     def _tiles(self, rank: int, blocks: list[int]) -> list[tuple[int, list[int]]]:
         return sorted((self._ready(rank, block), [block]) for block in blocks)

@@ -16,17 +16,17 @@ reason: the partial dK and dV of a chunk come from one launch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ultraattn.plans.builder import Key, ProgramBuilder
+from ultraattn.plans.head_ranges import HeadRange, gaps, joined, runs
 from ultraattn.plans.layout import Layout
 from ultraattn.plans.passes import Pass
 from ultraattn.plans.problem import Problem
 from ultraattn.plans.program import Block, LocalOp, Program, Value
 from ultraattn.plans.tensors import Tensor
 
-HeadRange = tuple[int, int]
 Group = tuple[HeadRange, tuple[int, ...]]
 """A head range of one chunk, and the blocks of a launch in it."""
 Lines = list[tuple[int, list[Group]]]
@@ -48,7 +48,7 @@ def build_program(
     ranks: Sequence[int],
 ) -> Program:
     """The program of one pass in which ``ranks[b]`` computes ``blocks[b]``, by direct transfers."""
-    graph = _Graph(pass_, problem, q_layout, kv_layout, ProgramBuilder(problem, nodes), ranks)
+    graph = Graph(pass_, problem, q_layout, kv_layout, ProgramBuilder(problem, nodes), ranks)
     graph.add_blocks(blocks)
     graph.send_inputs()
     graph.compute()
@@ -56,23 +56,10 @@ def build_program(
     return graph.builder.finish(frozenset(graph.outputs))
 
 
-def runs(ranges: Iterable[HeadRange]) -> list[HeadRange]:
-    """The union of head ranges, as maximal runs in ascending order.
-
-    >>> runs([(4, 8), (0, 4), (10, 12)])
-    [(0, 8), (10, 12)]
-    """
-    out: list[HeadRange] = []
-    for start, stop in sorted(set(ranges)):
-        if out and start <= out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], stop))
-        else:
-            out.append((start, stop))
-    return out
-
-
 @dataclass
-class _Graph:
+class Graph:
+    """One pass while it is put together; variants of a stage override its method."""
+
     pass_: Pass
     problem: Problem
     q_layout: Layout
@@ -96,9 +83,11 @@ class _Graph:
     heads: tuple[list[HeadRange], list[HeadRange]] = ([], [])
 
     def layout(self, by_key: bool) -> Layout:
+        """The layout of keys, or of queries."""
         return self.kv_layout if by_key else self.q_layout
 
     def add_blocks(self, blocks: Sequence[Block]) -> None:
+        """Takes the blocks of the pass, before anything else."""
         self.builder.blocks.extend(blocks)
         spans = [(block.head_start, block.head_stop) for block in blocks]
         kv_span = {span: self.problem.kv_range(*span) for span in set(spans)}
@@ -283,7 +272,7 @@ class _Graph:
             return [(spans[0], tuple(sorted(blocks)))]
         return [
             (span, tuple(sorted([b for b in blocks if span[0] <= heads[b][0] < span[1]])))
-            for span in _joined(different)
+            for span in joined(different)
         ]
 
     # Results
@@ -356,8 +345,8 @@ class _Graph:
             return
         spans = by_chunk.get((group[0], chunk), {})
         key = (END, rank, chunk, group[0].code)
-        joined = _joined(spans)
-        for span in joined:
+        whole = joined(spans)
+        for span in whole:
             reads, writes = [], []
             for tensor in group:
                 parts = [
@@ -370,7 +359,7 @@ class _Graph:
                 reads += sorted(parts)
                 writes.append(self._output(tensor, chunk, span, rank, tuple(sorted(covers))))
             self.builder.merge(rank, reads, writes, key)
-        for span in _gaps(joined, heads):
+        for span in gaps(whole, heads):
             writes = [self._output(tensor, chunk, span, rank, ()) for tensor in group]
             self.builder.local(LocalOp.FILL, rank, [], writes, key)
 
@@ -396,31 +385,4 @@ def _doubling(by_arrival: Mapping[int, list[int]]) -> list[tuple[int, list[int]]
         out.append((group[-1], sorted(b for ready in group for b in by_arrival[ready])))
         at += size
         size = max(1, at)
-    return out
-
-
-def _joined(ranges: Iterable[HeadRange]) -> list[HeadRange]:
-    """Unions of ranges that overlap; ranges that only touch stay apart.
-
-    >>> _joined([(0, 2), (1, 3), (3, 4)])
-    [(0, 3), (3, 4)]
-    """
-    out: list[HeadRange] = []
-    for start, stop in sorted(set(ranges)):
-        if out and start < out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], stop))
-        else:
-            out.append((start, stop))
-    return out
-
-
-def _gaps(ranges: Iterable[HeadRange], heads: int) -> list[HeadRange]:
-    """The parts of [0, heads) that no range holds."""
-    out, at = [], 0
-    for start, stop in ranges:
-        if at < start:
-            out.append((at, start))
-        at = max(at, stop)
-    if at < heads:
-        out.append((at, heads))
     return out

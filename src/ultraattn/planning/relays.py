@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from ultraattn.planning.graph import INPUTS, WORK, HeadRange, _Graph, runs
+from ultraattn.planning.graph import INPUTS, WORK, Graph
 from ultraattn.planning.mail import Mail
 from ultraattn.planning.routes import MESSAGE, Demand, Nodes, Way, ways
 from ultraattn.plans.builder import Key, ProgramBuilder
+from ultraattn.plans.head_ranges import HeadRange, joined, runs
 from ultraattn.plans.layout import Layout
 from ultraattn.plans.passes import Pass
 from ultraattn.plans.problem import Problem
@@ -81,7 +82,7 @@ class _Piece(NamedTuple):
 
 
 @dataclass
-class _Relayed(_Graph):
+class _Relayed(Graph):
     nodes: Nodes = field(kw_only=True)
     how: How = field(kw_only=True)
     # Values that came to a rank which reads them, by (rank, tensor, chunk).
@@ -102,7 +103,7 @@ class _Relayed(_Graph):
         for by_key in (False, True):
             for key in set(zip(self.ranks, self.chunks[by_key], self.heads[by_key], strict=True)):
                 found[key[0], by_key, key[1]].add(key[2])
-        self.spans = {key: _overlapping(found[key]) for key in sorted(found)}
+        self.spans = {key: joined(found[key]) for key in sorted(found)}
 
     # Inputs
 
@@ -464,14 +465,3 @@ def _atoms(spans: Iterable[Sequence[HeadRange]]) -> list[HeadRange]:
     cuts = sorted({cut for span in each for cut in span})
     whole = runs(each)
     return [pair for pair in pairwise(cuts) if _within(pair, whole)]
-
-
-def _overlapping(ranges: Iterable[HeadRange]) -> list[HeadRange]:
-    """Unions of ranges that overlap; ranges that only touch stay apart."""
-    out: list[HeadRange] = []
-    for start, stop in sorted(ranges):
-        if out and start < out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], stop))
-        else:
-            out.append((start, stop))
-    return out

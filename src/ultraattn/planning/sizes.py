@@ -18,9 +18,9 @@ import numpy as np
 from ultraattn.chunks import Ints
 from ultraattn.enums import StrEnum
 from ultraattn.errors import InputError
-from ultraattn.planning.blocks import HeadRange
 from ultraattn.planning.ledger import TilingProblem
 from ultraattn.plans.check import Pass
+from ultraattn.plans.head_ranges import HeadRange
 from ultraattn.plans.layout import Layout
 from ultraattn.plans.problem import Problem
 from ultraattn.plans.program import Block

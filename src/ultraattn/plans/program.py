@@ -128,11 +128,17 @@ class Value(NamedTuple):
             self.tensor == other.tensor
             and self.chunk == other.chunk
             and self.wide == other.wide
-            and self.row_start <= other.row_start
+            and self.contains(other)
+            and self.cover == other.cover
+        )
+
+    def contains(self, other: Value) -> bool:
+        """Whether its rows and heads are those of `other`, or more."""
+        return (
+            self.row_start <= other.row_start
             and other.row_stop <= self.row_stop
             and self.head_start <= other.head_start
             and other.head_stop <= self.head_stop
-            and self.cover == other.cover
         )
 
     def place(self) -> str:

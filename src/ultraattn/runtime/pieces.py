@@ -141,7 +141,7 @@ class Pieces:
             return True
         layout = self.kv_layout if tensor.by_key else self.q_layout
         wanted = Value(tensor, chunk, 0, len(layout.chunks[chunk]), *heads, rank=-1)
-        return any(_holds(v, wanted) for v in some)
+        return any(v.contains(wanted) for v in some)
 
     def _assemble(
         self, numbers: tuple[int, ...], tensor: Tensor, chunk: int, heads: tuple[int, int]
@@ -154,7 +154,7 @@ class Pieces:
             if self.values[n].tensor is tensor and self.values[n].chunk == chunk
         ]
         for held, number in parts:
-            if _holds(held, wanted):
+            if held.contains(wanted):
                 return part_of(self.get(number), held, wanted)
         first = self.get(parts[0][1])
         whole = first.new_empty((self.batch, wanted.heads, wanted.rows, *first.shape[3:]))
@@ -191,16 +191,6 @@ def copy_overlap(target: Array, to: Value, source: Array, held: Value) -> None:
             heads[0] - held.head_start : heads[1] - held.head_start,
             rows[0] - held.row_start : rows[1] - held.row_start,
         ]
-    )
-
-
-def _holds(held: Value, wanted: Value) -> bool:
-    """Whether the rows and heads of one value are among those of the other."""
-    return (
-        held.row_start <= wanted.row_start
-        and wanted.row_stop <= held.row_stop
-        and held.head_start <= wanted.head_start
-        and wanted.head_stop <= held.head_stop
     )
 
 

@@ -98,7 +98,7 @@ def merge(
         lse_number = _partner(number, places, values) if value.tensor is Tensor.O else -1
         for rectangle in _atoms(value, [values[n] for n in parts[number]]):
             atom = Value(value.tensor, value.chunk, *rectangle, rank=value.rank)
-            here = [n for n in parts[number] if _holds(values[n], atom)]
+            here = [n for n in parts[number] if values[n].contains(atom)]
             tensors = [part_of(pieces.get(n), values[n], atom) for n in here]
             target = part_of(place, value, atom)
             if len(tensors) == 1 and _is_same(tensors[0], target):
@@ -143,21 +143,12 @@ def _lse_of(
 ) -> Array:
     """The LSE of a partial O: the one with the same cover that holds the piece."""
     o = values[number]
-    found = next(n for n in candidates if values[n].cover == o.cover and _holds(values[n], atom))
+    found = next(n for n in candidates if values[n].cover == o.cover and values[n].contains(atom))
     return part_of(pieces.get(found), values[found], atom)
 
 
 def _rectangle(value: Value) -> Rectangle:
     return value.row_start, value.row_stop, value.head_start, value.head_stop
-
-
-def _holds(value: Value, atom: Value) -> bool:
-    return (
-        value.row_start <= atom.row_start
-        and atom.row_stop <= value.row_stop
-        and value.head_start <= atom.head_start
-        and atom.head_stop <= value.head_stop
-    )
 
 
 def _atoms(value: Value, parts: Sequence[Value]) -> list[Rectangle]:

@@ -20,6 +20,7 @@ from torch import Tensor as Array
 
 from ultraattn.masks import Lengths, Mask
 from ultraattn.masks.grid import BlockKind
+from ultraattn.plans.head_ranges import HeadRange
 from ultraattn.plans.passes import Pass
 from ultraattn.plans.plan import RankPlan, RankProgram
 from ultraattn.plans.program import Block, Compute, Merge, Value
@@ -28,8 +29,6 @@ from ultraattn.runtime.kernels import rates, sparse
 from ultraattn.runtime.kernels.block_set import BlockSet, Extent, Place
 from ultraattn.runtime.kernels.lists import Cell
 from ultraattn.runtime.pieces import DTYPES, Pieces, part_of
-
-HeadRange = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,7 +270,7 @@ def finals(program: RankProgram) -> dict[int, int]:
                 if (
                     readers[n] == 1
                     and values[n].rank == program.rank
-                    and _inside(values[n], final)
+                    and final.contains(values[n])
                     and not any(_overlap(values[n], other) for other in others)
                 ):
                     found[n] = number
@@ -290,15 +289,6 @@ def _widen(spans: dict[int, HeadRange], chunk: int, heads: HeadRange) -> None:
 
 def _place_of(value: Value) -> tuple[int, int, int]:
     return value.chunk, value.head_start, value.head_stop
-
-
-def _inside(part: Value, whole: Value) -> bool:
-    return (
-        whole.row_start <= part.row_start
-        and part.row_stop <= whole.row_stop
-        and whole.head_start <= part.head_start
-        and part.head_stop <= whole.head_stop
-    )
 
 
 def _overlap(a: Value, b: Value) -> bool:

@@ -12,15 +12,15 @@ from torch import Tensor as Array
 
 from ultraattn.masks import Lengths, Mask
 from ultraattn.masks.grid import BlockKind
+from ultraattn.plans.head_ranges import HeadRange
 from ultraattn.plans.passes import Pass
 from ultraattn.plans.plan import RankPlan, RankProgram
-from ultraattn.plans.program import Block, Compute, Value
+from ultraattn.plans.program import Block, Compute
 from ultraattn.plans.tensors import Tensor, accumulate_dtype
 from ultraattn.runtime.kernels import Piece, backward_row, forward_row
 from ultraattn.runtime.pieces import DTYPES, Pieces
 from ultraattn.runtime.sets import Sets
 
-HeadRange = tuple[int, int]
 MASK_CACHE_BYTES = 64 * 2**20
 
 
@@ -219,17 +219,6 @@ class Tiles:
                 self._mask_bytes -= self._masks.popitem(last=False)[1].numel()
         self._masks.move_to_end(key)
         return table if len(table) == 1 else table[heads[0] : heads[1]]
-
-
-def _touching(numbers: Iterable[int], values: Mapping[int, Value]) -> list[list[int]]:
-    """Values of one chunk by head range, those whose ranges touch together."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers, key=lambda n: values[n].head_start):
-        if runs and values[runs[-1][-1]].head_stop == values[number].head_start:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return runs
 
 
 def _by_heads(

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from ultraattn.plans.builder import Key, ProgramBuilder
 from ultraattn.plans.check import Pass
+from ultraattn.plans.head_ranges import HeadRange, gaps, runs
 from ultraattn.plans.layout import Layout
 from ultraattn.plans.problem import Problem
 from ultraattn.plans.program import Block, LocalOp, Program, Value
 from ultraattn.plans.tensors import Tensor
 
-HeadRange = tuple[int, int]
 Held = dict[tuple[Tensor, int], int]
 """The value of a (tensor, chunk) that a rank holds."""
 
@@ -279,34 +279,3 @@ class Draft:
             self.builder.local(LocalOp.FILL, owner, [], writes, key)
             out += writes
         return out
-
-
-def runs(ranges: Iterable[HeadRange]) -> list[HeadRange]:
-    """The union of head ranges, as maximal runs in ascending order.
-
-    >>> runs([(4, 8), (0, 4), (10, 12)])
-    [(0, 8), (10, 12)]
-    """
-    out: list[HeadRange] = []
-    for start, stop in sorted(set(ranges)):
-        if out and start <= out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], stop))
-        else:
-            out.append((start, stop))
-    return out
-
-
-def gaps(covered: Iterable[HeadRange], heads: int) -> list[HeadRange]:
-    """The parts of [0, heads) outside ascending runs.
-
-    >>> gaps([(1, 2), (4, 5)], 6)
-    [(0, 1), (2, 4), (5, 6)]
-    """
-    out, at = [], 0
-    for start, stop in covered:
-        if at < start:
-            out.append((at, start))
-        at = stop
-    if at < heads:
-        out.append((at, heads))
-    return out

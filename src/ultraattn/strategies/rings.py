@@ -32,10 +32,11 @@ from dataclasses import dataclass, field
 
 from ultraattn.errors import InputError
 from ultraattn.plans.check import Pass
+from ultraattn.plans.head_ranges import HeadRange
 from ultraattn.plans.layout import Layout
 from ultraattn.plans.problem import Problem
 from ultraattn.plans.program import Block, CollectiveOp, Program
-from ultraattn.strategies.draft import END, START, WORK, Draft, HeadRange, Held
+from ultraattn.strategies.draft import END, START, WORK, Draft, Held
 
 
 def ring(

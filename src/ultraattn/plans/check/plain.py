@@ -11,221 +11,38 @@ from __future__ import annotations
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from ultraattn.chunks import Ints
 from ultraattn.plans.builder import stream_pairs
-from ultraattn.plans.check.facts import Facts
+from ultraattn.plans.check.derived import (
+    COLLECTIVE,
+    COMPUTE,
+    DELTA,
+    FILL,
+    JOINS,
+    LOCAL,
+    MERGE,
+    SCATTER,
+    TRANSFER,
+    Bools,
+    Derived,
+    items_of,
+    lookup,
+)
 from ultraattn.plans.columns import Ragged
-from ultraattn.plans.program import (
-    COLLECTIVE_ORDER,
-    LOCAL_ORDER,
-    STREAM_ORDER,
-    TASK_ORDER,
-    CollectiveOp,
-    LocalOp,
-    TaskKind,
-)
-from ultraattn.plans.tensors import TENSOR_ORDER, Tensor
-
-Bools = npt.NDArray[np.bool_]
-COMPUTE, TRANSFER, COLLECTIVE, MERGE, LOCAL = (
-    TASK_ORDER.index(kind)
-    for kind in (
-        TaskKind.COMPUTE,
-        TaskKind.TRANSFER,
-        TaskKind.COLLECTIVE,
-        TaskKind.MERGE,
-        TaskKind.LOCAL,
-    )
-)
-SCATTER = COLLECTIVE_ORDER.index(CollectiveOp.REDUCE_SCATTER)
-FILL, DELTA = LOCAL_ORDER.index(LocalOp.FILL), LOCAL_ORDER.index(LocalOp.DELTA)
-JOINS = [LOCAL_ORDER.index(op) for op in (LocalOp.GATHER, LocalOp.PACK, LocalOp.CAST)]
-BY_KEY = np.array([tensor.by_key for tensor in TENSOR_ORDER])
+from ultraattn.plans.program import STREAM_ORDER
+from ultraattn.plans.tensors import Tensor
 
 
-class Plain:
-    """One program; its numbers are known to be in range (`numbers_in_range`)."""
-
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
-        program = facts.program
-        self.values, self.tasks, self.blocks = program.values, program.tasks, program.blocks
-        self.count = len(self.tasks.kind)
-
-    # Columns
-
-    @cached_property
-    def by_key(self) -> Bools:
-        """Whether a value's rows are keys."""
-        keys: Bools = BY_KEY[self.values.tensor]
-        return keys
-
-    @cached_property
-    def result(self) -> Bools:
-        """Whether a value is of a tensor that the pass gives back."""
-        return self._among(self.facts.pass_.results)
-
-    @cached_property
-    def rows(self) -> Ints:
-        """Rows of the whole chunk of each value."""
-        q, kv = (x.chunks.sizes() for x in (self.facts.q_layout, self.facts.kv_layout))
-        out = np.zeros(len(self.by_key), dtype=np.int64)
-        out[self.by_key] = kv[self.values.chunk[self.by_key]]
-        out[~self.by_key] = q[self.values.chunk[~self.by_key]]
-        return out
-
-    @cached_property
-    def owner(self) -> Ints:
-        """The rank that owns each value's chunk."""
-        q, kv = (np.array(x.owners) for x in (self.facts.q_layout, self.facts.kv_layout))
-        out = np.zeros(len(self.by_key), dtype=np.int64)
-        out[self.by_key] = kv[self.values.chunk[self.by_key]]
-        out[~self.by_key] = q[self.values.chunk[~self.by_key]]
-        return out
-
-    @cached_property
-    def whole_rows(self) -> Bools:
-        """Whether a value holds all rows of its chunk."""
-        v = self.values
-        whole: Bools = (v.row_start == 0) & (v.row_stop == self.rows)
-        return whole
-
-    @cached_property
-    def area(self) -> Ints:
-        """Rows times heads of each value."""
-        v = self.values
-        area: Ints = (v.row_stop - v.row_start) * (v.head_stop - v.head_start)
-        return area
-
-    @cached_property
-    def producer(self) -> Ints:
-        """For each value, the first task that writes it, or -1."""
-        return self.facts.program.producer
-
-    @cached_property
-    def first_block(self) -> Ints:
-        """The first block of each value's cover; -1 where it has none."""
-        cover = self.values.cover
-        out = np.full(len(cover), -1, dtype=np.int64)
-        some = np.diff(cover.offsets) > 0
-        out[some] = cover.items[cover.offsets[:-1][some]]
-        return out
-
-    @cached_property
-    def line(self) -> Ints:
-        """A number for each (tensor, chunk)."""
-        q, kv = len(self.facts.q_layout.chunks), len(self.facts.kv_layout.chunks)
-        line: Ints = self.values.tensor * max(q, kv, 1) + self.values.chunk
-        return line
-
-    @cached_property
-    def extent(self) -> Ints:
-        """A number for each (tensor, chunk, rows, heads)."""
-        v = self.values
-        known = self.line
-        for part in (v.row_start, v.row_stop, v.head_start, v.head_stop):
-            known = np.unique(known * (int(part.max(initial=0)) + 1) + part, return_inverse=True)[1]
-            known = known.astype(np.int64)
-        return known
-
-    def _among(self, tensors: tuple[Tensor, ...]) -> Bools:
-        return np.isin(self.values.tensor, [tensor.code for tensor in tensors])
-
-    def _same_cover(self, a: Ints, b: Ints) -> bool:
-        """Whether values ``a[i]`` and ``b[i]`` cover the same blocks, for all i."""
-        cover = self.values.cover
-        length = np.diff(cover.offsets)
-        if not np.array_equal(length[a], length[b]):
-            return False
-        return np.array_equal(_items(cover, a), _items(cover, b))
-
-    @cached_property
-    def span(self) -> tuple[tuple[Ints, Ints], tuple[Ints, Ints]]:
-        """First and last heads of each block: query heads, and key/value heads."""
-        a, b, group = self.blocks.head_start, self.blocks.head_stop, self.facts.problem.group
-        return (a, b), (a // group, -(-b // group))
-
-    def _covers_fit(self, which: Ints) -> bool:
-        """Whether every block of some values' covers lies in the value's chunk and heads."""
-        cover, v = self.values.cover, self.values
-        value = np.repeat(which, np.diff(cover.offsets)[which])
-        block, keys = _items(cover, which), self.by_key[value]
-        chunk = np.where(keys, self.blocks.kv_chunk[block], self.blocks.q_chunk[block])
-        (qa, qb), (ka, kb) = self.span
-        start, stop = np.where(keys, ka[block], qa[block]), np.where(keys, kb[block], qb[block])
-        fit = (chunk == v.chunk[value]) & (v.head_start[value] <= start)
-        return bool((fit & (stop <= v.head_stop[value])).all())
-
-    def _apart(self, which: Ints, *groups: Ints) -> bool:
-        """Whether the heads of some values are disjoint within each group."""
-        start, stop = self.values.head_start[which], self.values.head_stop[which]
-        order = np.lexsort((start, *groups))
-        meet = start[order][1:] < stop[order][:-1]
-        for group in groups:
-            meet &= group[order][1:] == group[order][:-1]
-        return not meet.any()
-
-    # Sources of copies
-
-    @cached_property
-    def copies(self) -> Bools:
-        """Whether a task delivers copies."""
-        tasks = self.tasks
-        gathers = (tasks.kind == COLLECTIVE) & (tasks.op != SCATTER)
-        found: Bools = (tasks.kind == TRANSFER) | gathers
-        return found
-
-    @cached_property
-    def sources(self) -> tuple[Ints, Ints] | None:
-        """Values written by copies, and the one value read that holds each; None if unsure."""
-        tasks, v = self.tasks, self.values
-        reading, writing = self.copies[tasks.reads.row_of], self.copies[tasks.writes.row_of]
-        read, r_task = tasks.reads.items[reading], tasks.reads.row_of[reading]
-        write, w_task = tasks.writes.items[writing], tasks.writes.row_of[writing]
-        if not len(write):
-            return (write, write) if not len(read) else None
-        if not len(read):
-            return None
-        wide = int(self.line.max(initial=0)) + 1
-        source = _lookup(r_task * wide + self.line[read], read, w_task * wide + self.line[write])
-        unsure = np.flatnonzero(source < 0)
-        if len(unsure):
-            # Several pieces of one chunk: told apart by their blocks and extents.
-            if not self._apart(read, self.first_block[read], self.line[read], r_task):
-                return None
-            wide = int(self.extent.max(initial=0)) + 1
-            blocks = len(self.blocks.kind) + 1
-            keys = [
-                (task * wide + self.extent[value]) * blocks + self.first_block[value] + 1
-                for task, value in ((r_task, read), (w_task[unsure], write[unsure]))
-            ]
-            source[unsure] = _lookup(keys[0], read, keys[1])
-        if (source < 0).any():
-            return None
-        held = (
-            (v.wide[source] == v.wide[write])
-            & (v.row_start[source] <= v.row_start[write])
-            & (v.row_stop[write] <= v.row_stop[source])
-            & (v.head_start[source] <= v.head_start[write])
-            & (v.head_stop[write] <= v.head_stop[source])
-        )
-        if not held.all() or not self._same_cover(source, write):
-            return None
-        # Each piece read goes to somebody.
-        number = len(self.by_key)
-        used = np.unique(w_task * number + source)
-        return (write, source) if len(used) == len(np.unique(r_task * number + read)) else None
-
-    # Rules
+class Plain(Derived):
+    """One program, and for each rule whether it plainly keeps it."""
 
     def values_have_one_source(self) -> bool:
         """See the rule."""
         v = self.values
         writers = np.bincount(self.tasks.writes.items, minlength=len(self.by_key))
         given = writers == 0
-        fine = self._among(self.facts.pass_.inputs) & (v.rank == self.owner) & (v.wide == 0)
+        fine = self.among(self.facts.pass_.inputs) & (v.rank == self.owner) & (v.wide == 0)
         fine &= np.diff(v.cover.offsets) == 0
         return bool((writers <= 1).all() and fine[given].all())
 
@@ -267,7 +84,7 @@ class Plain:
         read, r_task = tasks.reads.items[reading], tasks.reads.row_of[reading]
         write, w_task = tasks.writes.items[writing], tasks.writes.row_of[writing]
         wide = int(self.extent.max(initial=0)) + 1
-        target = _lookup(
+        target = lookup(
             w_task * wide + self.extent[write], write, r_task * wide + self.extent[read]
         )
         if (target < 0).any() or len(np.unique(w_task * wide + self.extent[write])) < len(write):
@@ -314,7 +131,7 @@ class Plain:
         same = np.ones(max(0, len(members[0]) - 1), dtype=np.bool_)
         for column in kept[0]:
             same &= column[1:] == column[:-1]
-        return not same.any() and self._same_cover(members[0], members[1])
+        return not same.any() and self.same_cover(members[0], members[1])
 
     def streams_hold_each_task(self) -> bool:
         """See the rule."""
@@ -421,14 +238,14 @@ class Plain:
         value, task = tasks.writes.items[mine], tasks.writes.row_of[mine]
         if not (self.result[value] & self.whole_rows[value] & (self.first_block[value] >= 0)).all():
             return False
-        if not self._apart(value, self.line[value], task):
+        if not self.apart(value, self.line[value], task):
             return False
-        block = _items(self.values.cover, value)
+        block = items_of(self.values.cover, value)
         of = np.repeat(task, np.diff(self.values.cover.offsets)[value])
         return (
             np.array_equal(self.task_of_block[block], of)
             and self._each_once(value, tasks.tile.items)
-            and self._covers_fit(value)
+            and self.covers_fit(value)
         )
 
     def _each_once(self, values: Ints, blocks: Ints) -> bool:
@@ -436,7 +253,7 @@ class Plain:
         expected = np.bincount(blocks, minlength=len(self.blocks.kind))
         for tensor in self.facts.pass_.results:
             mine = values[self.values.tensor[values] == tensor.code]
-            named = _items(self.values.cover, mine)
+            named = items_of(self.values.cover, mine)
             if not np.array_equal(np.bincount(named, minlength=len(expected)), expected):
                 return False
         return True
@@ -451,11 +268,11 @@ class Plain:
         if found is None:
             return False
         write, read, target = found
-        if len(np.unique(write)) < len(write) or not self._covers_fit(read):
+        if len(np.unique(write)) < len(write) or not self.covers_fit(read):
             return False
         blocks = len(self.blocks.kind)
-        made = np.repeat(target, np.diff(cover.offsets)[read]) * blocks + _items(cover, read)
-        wanted = np.repeat(write, np.diff(cover.offsets)[write]) * blocks + _items(cover, write)
+        made = np.repeat(target, np.diff(cover.offsets)[read]) * blocks + items_of(cover, read)
+        wanted = np.repeat(write, np.diff(cover.offsets)[write]) * blocks + items_of(cover, write)
         return np.array_equal(np.sort(made), np.sort(wanted))
 
     def _results(self, these: Bools) -> tuple[Ints, Ints, Ints] | None:
@@ -470,7 +287,7 @@ class Plain:
         write, w_task = tasks.writes.items[writing], tasks.writes.row_of[writing]
         if not len(write):
             return None if len(read) else (write, read, read)
-        if not self._apart(write, self.line[write], w_task):
+        if not self.apart(write, self.line[write], w_task):
             return None
         lines, heads = int(self.line.max()) + 1, self.facts.problem.heads + 1
         place = (w_task * lines + self.line[write]) * heads + v.head_start[write]
@@ -533,7 +350,7 @@ class Plain:
             if not np.isin(filled, v.chunk[value][v.tensor[value] == tensor.code]).all():
                 return False
         every = np.arange(len(self.blocks.kind))
-        return self._each_once(value, every) and self._covers_fit(value)
+        return self._each_once(value, every) and self.covers_fit(value)
 
     def buffers_not_shared_in_time(self) -> bool:
         """See the rule."""
@@ -544,23 +361,3 @@ class Plain:
         fine = (size <= buffers.bytes[buffer]) & (buffers.rank[buffer] == v.rank[kept])
         fine &= self.producer[kept] >= 0
         return bool(fine.all()) and len(np.unique(buffer)) == len(buffer)
-
-
-def _items(ragged: Ragged, rows: Ints) -> Ints:
-    """The items of some rows, one row after another."""
-    length = np.diff(ragged.offsets)[rows]
-    first = np.repeat(ragged.offsets[:-1][rows] - (np.cumsum(length) - length), length)
-    items: Ints = ragged.items[first + np.arange(int(length.sum()))]
-    return items
-
-
-def _lookup(keys: Ints, values: Ints, wanted: Ints) -> Ints:
-    """The value of each wanted key; -1 where no key is like it, or more than one."""
-    order = np.argsort(keys, kind="stable")
-    keys, values = keys[order], values[order]
-    begin = np.searchsorted(keys, wanted)
-    one = np.searchsorted(keys, wanted, side="right") - begin == 1
-    if not len(keys):
-        return np.full(len(wanted), -1, dtype=np.int64)
-    out: Ints = np.where(one, values[np.minimum(begin, len(keys) - 1)], -1)
-    return out

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ultraattn.plans.head_ranges import HeadRange
 from ultraattn.runtime.kernels import sparse_triton as device_code
-from ultraattn.runtime.kernels.block_set import BlockSet, HeadRange, Place
+from ultraattn.runtime.kernels.block_set import BlockSet, Place
 
 WRITES = (32, 128, 448)
 """Numbers that one launch writes: few sizes, since each is compiled, and at most 4 KiB."""

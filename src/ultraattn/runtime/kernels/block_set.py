@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ultraattn.plans.head_ranges import HeadRange
 from ultraattn.runtime.kernels.lists import Cell, Major, lists_of
 
 STATS = 128
 """Rows of a tile of packed LSEs and deltas."""
-
-HeadRange = tuple[int, int]
 
 
 class Sizes(NamedTuple):

@@ -34,15 +34,21 @@ WARM_BYTES = 8192
 
 
 class Direction:
-    """What one direction between two ranks has used of its places in a call."""
+    """What one direction between two ranks has used of its places in a call.
+
+    Once a message does not fit, none that comes later has a place either: so the messages with
+    places are the first ones of the direction, and their numbers are those of the plan's order.
+    """
 
     def __init__(self) -> None:
         self.bytes = 0
         self.count = 0
+        self._full = False
 
     def take(self, size: int, capacity: int) -> tuple[int, int] | None:
         """The place (first byte, number) of the next message; None where it does not fit."""
-        if self.bytes + size > capacity or self.count >= MESSAGES:
+        self._full |= self.bytes + size > capacity or self.count >= MESSAGES
+        if self._full:
             return None
         found = self.bytes, self.count
         self.bytes += -(-size // ALIGN_BYTES) * ALIGN_BYTES
