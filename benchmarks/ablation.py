@@ -92,7 +92,7 @@ def variants(plan: Plan, pass_: Pass, effort: Effort) -> dict[str, Arranged]:
         key=lambda one: one.time_ns,
         default=arranger.timed(by_arrival, ()),
     )
-    fused, note = arranger.fused(blocks, ranks, (by_arrival, coarse.program), effort)
+    fused, note = arranger.fused(finest, (by_arrival, coarse.program), effort)
     found = {
         "assignment": arranger.timed(finest, ()),
         "greedy": arranger.timed(greedy, ()),

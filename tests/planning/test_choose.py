@@ -15,7 +15,13 @@ from ultraattn.masks import Mask
 from ultraattn.planning import choose
 from ultraattn.planning.floors import Columns, Floors
 from ultraattn.planning.passes import Where, rival_pass, timed
-from ultraattn.planning.setting import Shape, default_layout, setting
+from ultraattn.planning.setting import (
+    Setting,
+    Shape,
+    default_layout,
+    setting,
+    with_less_to_fetch,
+)
 from ultraattn.plans import Pass, Plan
 from ultraattn.strategies import NAMES, by_name
 
@@ -156,3 +162,33 @@ def test_an_instant_choice_keeps_rows_level() -> None:
         for mask in (masks.causal(), masks.full())
     ]
     assert layouts == ["zigzag", "contiguous"]
+
+
+def test_where_whole_chunks_move_what_nobody_sees_finer_ones_are_tried() -> None:
+    pair = Cluster.load("a800").resize(2, 1)
+
+    def chosen(layout: str, chunks: int | None) -> Plan:
+        return ua.plan(
+            masks.sliding_window(1024), seqlen=65536, heads=32, kv_heads=8, head_dim=128,
+            cluster=pair, strategy="auto", effort="fast", layout=layout, chunks=chunks,
+        )  # fmt: skip
+
+    best = chosen("auto", None)
+    assert len(best.q_layout.chunks) > 4
+    coarse = [chosen("contiguous", 2), chosen("zigzag", 4)]
+    assert time_ns(best) * 1.05 < min(map(time_ns, coarse))
+
+
+def test_finer_chunks_are_tried_for_masks_that_leave_much_of_a_chunk_unseen_alone() -> None:
+    def finer(mask: Mask) -> list[int]:
+        def make(count: int) -> Setting:
+            chunks = default_layout("contiguous", mask, 4096, 4, count, 16)
+            return setting(mask, Shape(4096, 4096, 8, 2, 64, 64, "bfloat16", 1.0), chunks, chunks)
+
+        return [len(made.q_layout.chunks) for made in with_less_to_fetch(make, make(4))]
+
+    assert finer(masks.full()) == finer(masks.causal()) == []
+    halfway, last = finer(masks.sliding_window(128))
+    assert 4 < halfway < last
+    # A rank needs 127 rows of the one before; chunks of 128 rows bring no more than one.
+    assert last == 4096 // 128

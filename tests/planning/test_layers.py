@@ -101,6 +101,20 @@ def test_auto_over_nodes_says_what_it_planned_in_layers_and_beats_every_rival():
     assert any(note.startswith("assignment: in layers") for note in notes)
 
 
+def test_the_choice_compares_candidates_as_they_are_arranged(monkeypatch):
+    def time_ns(strategy):
+        made = ua.plan(
+            masks.full(), seqlen=8192, heads=32, head_dim=128, strategy=strategy, effort="fast",
+            cluster=ua.Cluster.load("h100").resize(2, 4),
+        )  # fmt: skip
+        return sum(made.pass_plan(pass_).predicted_ns for pass_ in Pass)
+
+    chosen, tile = time_ns("auto"), time_ns("tile")
+    # By arrival the backward pass is faster in layers, in order it is not.
+    monkeypatch.setattr(layers, "serves", lambda *_: False)
+    assert chosen <= min(tile, time_ns("auto"))
+
+
 def test_a_load_cap_is_kept():
     plan = ua.plan(
         masks.document([9000, 4000, 2500, 884]), seqlen=16384, heads=8, head_dim=128,

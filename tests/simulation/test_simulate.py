@@ -149,6 +149,22 @@ class TestByHand:
         assert found.bound_s == pytest.approx(1024 * 1024 * 1e-6 / 2, rel=1e-4)
 
 
+def test_short_passes_are_bound_by_a_message_and_a_launch() -> None:
+    cluster = Cluster.load("h200").resize(1, 4)
+    plan = ua.plan(
+        masks.full(), seqlen=512, heads=1, head_dim=64, cluster=cluster, strategy="tile",
+        effort="fast",
+    )  # fmt: skip
+    costs = cluster.known_costs
+    for pass_ in Pass:
+        assert plan.pass_plan(pass_).bounds.lower_bound > 0
+        found = simulate(plan, cluster).pass_(pass_)
+        launch = min(kernel.start_s(str(pass_)) for kernel in costs.kernels)
+        message = min(link.start_s for link in (costs.inside, costs.between))
+        assert found.bound_s == pytest.approx(launch + message)
+        assert found.bound_s <= found.makespan_s
+
+
 def test_waiting_for_a_peer_is_told_from_waiting_for_a_transfer() -> None:
     # Rank 1 computes nothing of its own: rank 0's partial result is what it waits for.
     mask = masks.from_blocks([[1, 0], [1, 0]])

@@ -29,8 +29,12 @@ from ultraattn.simulation import simulate_pass
 
 MOST_BLOCKS = {Effort.INSTANT: 0, Effort.FAST: 0, Effort.NORMAL: 64, Effort.BEST: 320}
 """Blocks up to which every block is first a launch of its own; else launches stay as they are."""
+MOST_TRIED = 250
+"""Choices of launches to join that are predicted at `normal`, beyond which none is taken back."""
 MOST_JOINED = 10_000
 """Tasks up to which launches are joined by when they can run: about a second's work."""
+FEW_TASKS, LONG = 1_000, 50
+"""Beyond so many tasks, launches that take more than so many starts in the mean are not joined."""
 MOST_TASKS = {Effort.INSTANT: 0, Effort.FAST: 500, Effort.NORMAL: 2_000, Effort.BEST: 10_000}
 """Tasks up to which the order is scheduled."""
 
@@ -69,31 +73,80 @@ class Arranger:
     ) -> Arranged:
         """The fastest arrangement, simulated, in which ``ranks[b]`` computes ``blocks[b]``.
 
-        Compared are `by_arrival` as it is, its launches joined by when they can run, the
-        fastest of these in scheduled order, and launches and messages joined by the costs, in
-        scheduled order; so none is ever slower than what was given. `instant` compares nothing.
+        Compared is all that `quick` and `deep` give; so none is ever slower than what was given.
+        `instant` compares nothing.
+        """
+        found = self.quick(by_arrival, effort)
+        found += self.deep(blocks, ranks, found, effort)
+        return fastest(found)
+
+    def quick(
+        self, by_arrival: Program, effort: Effort, order: Effort | None = None
+    ) -> list[Arranged]:
+        """`by_arrival` as it is, its launches joined by when they can run, the fastest in order.
+
+        The first is `by_arrival`; further ones follow unless the effort is `instant`. `order` is
+        how hard to look for the order, where that is another effort.
         """
         found = [self.timed(by_arrival, ())]
-        if effort is Effort.INSTANT or not len(blocks):
-            return found[0]
+        if effort is Effort.INSTANT or not len(by_arrival.blocks.kind):
+            return found
         found += self.coarse(by_arrival)
-        first = min(found, key=lambda arranged: arranged.time_ns)
-        for start in dict.fromkeys((found[0], first)):
-            if len(start.program.tasks.rank) <= MOST_TASKS[effort]:
-                found.append(self.scheduled(start.program, start.notes, effort))
-        if len(blocks) <= MOST_BLOCKS[effort]:
-            fused, note = self.fused(blocks, ranks, (by_arrival, first.program), effort)
-            found.append(self.scheduled(fused, (note,), effort))
-        return min(found, key=lambda arranged: arranged.time_ns)
+        return found + self.ordered(found, effort, order or effort)
+
+    def ordered(self, found: Sequence[Arranged], effort: Effort, order: Effort) -> list[Arranged]:
+        """The first and the fastest of these in scheduled order, where tasks are not too many."""
+        return [
+            self.scheduled(one.program, one.notes, order)
+            for one in dict.fromkeys((found[0], fastest(found)))
+            if len(one.program.tasks.rank) <= MOST_TASKS[effort]
+        ]
+
+    def deep(
+        self,
+        blocks: Sequence[Block],
+        ranks: Sequence[int],
+        quick: Sequence[Arranged],
+        effort: Effort,
+    ) -> list[Arranged]:
+        """Single blocks, and launches and messages joined by the costs, both in scheduled order.
+
+        `quick` is what the method of that name gave. Nothing where blocks are many.
+        """
+        if not 0 < len(blocks) <= MOST_BLOCKS[effort]:
+            return []
+        finest = build_finest(*self._given, blocks, ranks)
+        found = []
+        if len(finest.tasks.rank) <= MOST_TASKS[effort]:
+            found.append(self.scheduled(finest, ("launches: a block each",), effort))
+        starts = (quick[0].program, fastest(quick).program)
+        fused, note = self.fused(finest, starts, effort)
+        return [*found, self.scheduled(fused, (note,), effort)]
 
     def coarse(self, by_arrival: Program) -> list[Arranged]:
-        """Every way to join launches by when they can run; none of a very large program."""
-        if len(by_arrival.tasks.rank) > MOST_JOINED:
+        """Every way to join launches by when they can run.
+
+        None of a very large program, nor of a large one whose launches are long: all that joining
+        spares is their starts.
+        """
+        tasks = by_arrival.tasks
+        if len(tasks.rank) > MOST_JOINED:
             return []
+        if len(tasks.rank) > FEW_TASKS:
+            launches = np.diff(tasks.tile.offsets) > 0
+            seconds = task_seconds(*self._given, by_arrival, self.costs)[launches]
+            if 0 < LONG * self._start_s < seconds.mean():
+                return []
         return [
             self.timed(made, (_launches_note(made, by_arrival, f"joined by arrival ({name})"),))
             for name, made in coarser(by_arrival, self.problem, self.nodes)
         ]
+
+    @property
+    def _start_s(self) -> float:
+        """The shortest start of a launch, as far as it is known; else 0."""
+        starts = [kernel.start_s(str(self.pass_)) for kernel in self.costs.kernels]
+        return min((start for start in starts if start), default=0.0)
 
     def timed(self, program: Program, notes: tuple[str, ...]) -> Arranged:
         """With its simulated time, in whole nanoseconds."""
@@ -108,11 +161,7 @@ class Arranger:
         return self.timed(reorder(program, found), (*notes, note))
 
     def fused(
-        self,
-        blocks: Sequence[Block],
-        ranks: Sequence[int],
-        starts: Sequence[Program],
-        effort: Effort,
+        self, finest: Program, starts: Sequence[Program], effort: Effort
     ) -> tuple[Program, str]:
         """Launches and messages joined where the costs favour it, and a note on it.
 
@@ -122,7 +171,6 @@ class Arranger:
         A launch may hold any blocks: where a kernel takes rectangles alone, the runtime calls it
         for each, and the costs count these calls.
         """
-        finest = build_finest(*self._given, blocks, ranks)
         quantum = quantum_of(task_seconds(*self._given, finest, self.costs))
         fuser = Fuser(
             finest,
@@ -132,7 +180,8 @@ class Arranger:
             KernelLimits(),
             seeds=[groups_like(finest, start) for start in starts],
         )
-        fused = fuser.choose(How.SEARCH, rounds=2 if effort is Effort.BEST else 1).program
+        rounds, most = (2, None) if effort is Effort.BEST else (1, MOST_TRIED)
+        fused = fuser.choose(How.SEARCH, rounds, most).program
         return fused, _launches_note(fused, starts[0], "joined by their costs")
 
     @property
@@ -141,6 +190,11 @@ class Arranger:
 
     def _simulated_s(self, program: Program) -> float:
         return simulate_pass(*self._given, program, self.costs).makespan_s
+
+
+def fastest(found: Sequence[Arranged]) -> Arranged:
+    """The first of least simulated time."""
+    return min(found, key=lambda arranged: arranged.time_ns)
 
 
 def _launches_note(program: Program, by_arrival: Program, how: str) -> str:

@@ -36,6 +36,9 @@ MOST_CELLS = {
 }
 """Cells of all head ranges together, up to which more ranges are tried."""
 
+MANY_RANKS = 16
+"""Over more ranks one assignment of each number of head ranges is levelled; each takes long."""
+
 
 @dataclass(frozen=True)
 class TileOptions:
@@ -106,7 +109,8 @@ def assign_structured(
             return
         pinned = _pinned(candidate, options)
         problem = within_cap(candidate.sized.tiling, pinned, options.strict_cap)
-        repairs = 1 if options.effort is Effort.INSTANT else 4
+        few = options.effort is Effort.INSTANT or made.q_layout.ranks > MANY_RANKS
+        repairs = 1 if few else 4
         for found in structured_starts(problem, pinned, repairs=repairs)[:most]:
             volume = found.value[0] / candidate.sized.unit
             yield Assignment(

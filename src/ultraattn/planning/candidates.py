@@ -8,14 +8,16 @@ option      one candidate: a floor, and a program with its simulated time once i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from ultraattn.planning.arrange import Arranged, fastest
 from ultraattn.planning.assign import Assignment
-from ultraattn.planning.passes import Where, timed
+from ultraattn.planning.passes import Where, quickly_arranged, timed
 from ultraattn.planning.setting import Setting
+from ultraattn.planning.tiling import Effort
 from ultraattn.plans.check import Pass
 from ultraattn.plans.plan import PassPlan
 from ultraattn.plans.program import Program
@@ -28,6 +30,13 @@ OVER_FLOOR = {"double_ring": 1.15, "allgather": 1.0, "mesh": OVER_OWN}
 32 ranks): what effort `instant` expects of a candidate that it does not build."""
 DISAPPOINTS = 1.1
 """The second candidate is built where the first takes so much more than that one may."""
+
+MOST_ARRANGED, MOST_ARRANGED_OF_MANY = 4, 2
+"""Own candidates of each pass that are arranged before one is chosen; fewer over many ranks."""
+NEAR, NEAR_OF_MANY = 1.25, 1.1
+"""Of these, only those that take at most so many times the best as they are."""
+ROOM_OF_MANY = 1.05
+"""Over many ranks own candidates are built where so many times their floor is below the best."""
 
 
 @dataclass(eq=False)
@@ -45,12 +54,17 @@ class Option:
     bounded: bool = False
     """Whether the assignment's bounds are those of a search."""
     part: PassPlan | None = None
+    """As it was built, by arrival."""
     in_layers: bool = False
     """Whether it is planned in layers, nodes first."""
+    ways: Sequence[Arranged] = ()
+    """Arrangements of `part` that are quick to make, once they are made."""
 
     @property
     def known_ns(self) -> float:
-        """The simulated time, or the floor."""
+        """The simulated time, of the fastest arrangement where there are any; or the floor."""
+        if self.ways:
+            return float(fastest(self.ways).time_ns)
         known = None if self.part is None else self.part.predicted_ns
         return self.floor_ns if known is None else float(known)
 
@@ -109,13 +123,39 @@ class Field:
             part = option.make(known.program)
             option.part = dataclasses.replace(part, predicted_ns=known.predicted_ns)
 
+    def arrange(self, effort: Effort) -> None:
+        """Arranges this system's own candidates that are near the best, and not yet arranged.
+
+        Launches by arrival tell little of what an assignment gives once they are joined and put
+        in order: the second best by arrival is often the best arranged.
+        """
+        many = self.made.q_layout.ranks > MANY_RANKS
+        limit = self.best_ns * (NEAR_OF_MANY if many else NEAR)
+        seen: set[bytes] = set()
+        for option in self.simulated:
+            if option.assignment is None or not option.assignment.blocks:
+                continue
+            if len(seen) == (MOST_ARRANGED_OF_MANY if many else MOST_ARRANGED):
+                return
+            name = option.same_as or option.label.encode()
+            if option.known_ns <= limit and name not in seen and not option.ways:
+                assert option.part is not None
+                option.ways = quickly_arranged(
+                    self.pass_, self.made, self.where, option.part, effort
+                )
+            seen.add(name)
+
     def settle(self, below_ns: float) -> None:
         """Simulates candidates until none left has a floor below the best time and `below_ns`."""
-        most = MOST_OWN if self.made.q_layout.ranks <= MANY_RANKS else MOST_OWN_OF_MANY
+        many = self.made.q_layout.ranks > MANY_RANKS
+        most, room = (MOST_OWN_OF_MANY, ROOM_OF_MANY) if many else (MOST_OWN, 1.0)
         own = 0
         for option in sorted(self.options, key=lambda o: o.floor_ns):
-            if option.floor_ns >= min(self.best_ns, below_ns):
+            limit = min(self.best_ns, below_ns)
+            if option.floor_ns >= limit:
                 return
+            if not option.rival and option.floor_ns * room >= limit and limit < np.inf:
+                continue
             if option.part is None and (option.rival or own < most):
                 own += not option.rival
                 self.simulate(option)

@@ -7,6 +7,7 @@ A note on the order. Every candidate has a floor, a time that it cannot beat
     simulated        layout by layout, the lowest floors first, as long as a floor is below the
                      best simulated time: what is left out could not have won
     searched         over the best two layouts, longer searches from what won there
+    arranged         there too, own candidates near the best: launches joined, streams in order
 
 So the choice is never slower than any rival in simulated time, both passes together (one layout
 serves both). Within 1 % the lower traffic wins. Effort `instant` builds and simulates what floors
@@ -49,8 +50,8 @@ STARTS, STARTS_OF_MANY, STARTS_INSTANT = 8, 4, 2
 """Structured assignments of each number of head ranges that get a floor; fewer over many ranks,
 and at effort instant."""
 SEARCHED_LAYOUTS = 2
-HOPELESS = 1.25
-"""Tiles that take so many times the best are not searched any longer."""
+HOPELESS, HOPELESS_OF_MANY = 1.25, 1.1
+"""Tiles that take so many times the best are not searched any longer; less over many ranks."""
 MOST_STEPS = 16
 """Over many ranks, longer rings are not built at effort `instant`: they take too long to plan."""
 NAMED = 8
@@ -104,6 +105,8 @@ def best_passes(settings: Sequence[Setting], where: Where, options: TileOptions)
         for case in sorted(cases, key=lambda c: c.best_ns)[:searched]:
             if case.best_ns < np.inf:
                 _search(case, where, options)
+                for one in case.fields:
+                    one.arrange(options.effort)
         chosen = min(cases, key=lambda c: c.best_ns)
     least_rival_ns, whose = min(case.least_rival() for case in cases)
     picked = _picked(chosen, least_rival_ns)
@@ -142,7 +145,9 @@ def _finished(one: Field, option: Option, others: Sequence[Case], options: TileO
         if not option.bounded:
             known = bounded(one.pass_, one.made, options, option.assignment)
             part = dataclasses.replace(part, bounds=known)
-        part = arranged(one.pass_, one.made, one.where, part, option.assignment, options.effort)
+        part = arranged(
+            one.pass_, one.made, one.where, part, option.assignment, options.effort, option.ways
+        )
     notes = [*part.notes, *_report(one, others), *_refused(one.made)]
     return dataclasses.replace(part, notes=tuple(notes))
 
@@ -326,7 +331,8 @@ def _search(case: Case, where: Where, options: TileOptions) -> None:
         floors = Floors(one.pass_, one.made, where.place.node_of, where.costs)
         best = min(own, key=lambda o: (o.part is None, o.known_ns)).assignment
         assert best is not None
-        if min(o.known_ns for o in own) > one.best_ns * HOPELESS:
+        many = one.made.q_layout.ranks > MANY_RANKS
+        if min(o.known_ns for o in own) > one.best_ns * (HOPELESS_OF_MANY if many else HOPELESS):
             continue
         base = dataclasses.replace(options, effort=effort, head_groups=best.head_groups)
         variants = {"searched": base}

@@ -122,12 +122,15 @@ class Fuser:
         tile = [blocks[block] for task in group.tasks for block in self._tasks.tile[task]]
         return kernel.takes(tile)
 
-    def choose(self, how: How = How.GREEDY, rounds: int = 2) -> Fusion:
+    def choose(
+        self, how: How = How.GREEDY, rounds: int = 2, most_tried: int | None = None
+    ) -> Fusion:
         """The fused program.
 
         Args:
             how: greedy, search or exhaustive.
             rounds: how often `search` takes back every choice in turn.
+            most_tried: graphs after whose prediction `search` takes back no further choice.
 
         Raises:
             InputError: `exhaustive` with more than 12 candidates.
@@ -135,7 +138,7 @@ class Fuser:
         if how is How.EXHAUSTIVE:
             chosen = self._exhaustive()
         elif how is How.SEARCH:
-            chosen = self._search(rounds)
+            chosen = self._search(rounds, most_tried)
         else:
             chosen = self._greedy(range(self._first))
         return self.result(chosen)
@@ -226,7 +229,7 @@ class Fuser:
                 best = score
         return chosen
 
-    def _search(self, rounds: int) -> list[int]:
+    def _search(self, rounds: int, most_tried: int | None) -> list[int]:
         """Greedy from several orders, then every choice taken back or replaced in turn."""
         all_of = range(len(self.candidates))
         size = [len(candidate.group.tasks) for candidate in self.candidates]
@@ -243,6 +246,8 @@ class Fuser:
         for _ in range(rounds):
             again = best
             for index in [*best, *(i for i in all_of if i not in best)]:
+                if most_tried is not None and self.tried >= most_tried:
+                    break
                 again = min(again, self._toggled(again, index), key=self._rank)
             if self._rank(again) == self._rank(best):
                 break

@@ -34,6 +34,10 @@ LAYOUTS = {Effort.INSTANT: 0, Effort.FAST: 1, Effort.NORMAL: 2, Effort.BEST: 4}
 """Layouts over which sketches are built."""
 NEAR = 1.1
 """Layouts whose first sketches take so many times the best are not looked into."""
+NEAR_ARRANGED = 1.25
+"""Layers that take so many times what one level takes arranged are not arranged themselves."""
+NEAR_OF_MANY = 1.03
+"""Over many ranks, layouts whose sketches seem to take so many times the best are left out."""
 MANY_RANKS, BUILT_OF_MANY = 16, 2
 """Beyond so many ranks only so many sketches are built, and tiles of one level are not searched."""
 REFINED = {Effort.INSTANT: 0, Effort.FAST: 4, Effort.NORMAL: 8, Effort.BEST: 40}
@@ -110,7 +114,7 @@ def layered(
             _Maker(pass_, settings[index], place, costs, options, found)
             for pass_, found in zip(Pass, rough[index], strict=True)
         ]
-        for index in order[: LAYOUTS[options.effort]]
+        for index in _promising(order, rough, options.effort, place.ranks)
     }
     firsts = {index: [maker.first() for maker in two] for index, two in makers.items()}
     times = {i: sum(_least(built) for built in two) for i, two in firsts.items()}
@@ -125,6 +129,21 @@ def layered(
     return out
 
 
+def _promising(
+    order: Sequence[int], rough: Sequence[tuple[list[Sketch], ...]], effort: Effort, ranks: int
+) -> list[int]:
+    """Of layouts in order of their sketches, those over which programs are built.
+
+    Over many ranks further ones only where they seem nearly as fast as the first, yet not just as
+    fast: then they are most likely the same in another order.
+    """
+    few = list(order[: LAYOUTS[effort]])
+    if ranks <= MANY_RANKS or effort is Effort.BEST:
+        return few
+    least = seconds_of(rough[few[0]])
+    return [i for i in few if i == few[0] or least < seconds_of(rough[i]) <= least * NEAR_OF_MANY]
+
+
 def layered_tiles(
     settings: Sequence[Setting], where: Where, options: TileOptions
 ) -> tuple[Setting, PassPlan, PassPlan]:
@@ -135,10 +154,15 @@ def layered_tiles(
     best = min(range(len(settings)), key=lambda i: (times[i], i))
     made, parts = settings[best], []
     for pass_, built in zip(Pass, found[best], strict=True):
-        flat = _flat(pass_, made, where, options, _least(built))
-        if flat is None or _least(built) <= (flat.predicted_ns or np.inf):
-            flat = finished(pass_, made, where, options, built[0].part, built[0].assignment)
-        parts.append(flat)
+        part = _flat(pass_, made, where, options, _least(built))
+        flat_ns = np.inf if part is None else float(part.predicted_ns or 0)
+        if _least(built) <= flat_ns * NEAR_ARRANGED:
+            first = built[0]
+            layers = finished(pass_, made, where, options, first.part, first.assignment)
+            if part is None or float(layers.predicted_ns or 0) <= flat_ns:
+                part = layers
+        assert part is not None
+        parts.append(part)
     return made, parts[0], parts[1]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ultraattn.cluster import Cluster
 from ultraattn.cluster.costs import Costs
 from ultraattn.errors import InputError
-from ultraattn.planning.arrange import Arranger
+from ultraattn.planning.arrange import Arranged, Arranger, fastest
 from ultraattn.planning.assign import Assignment, TileOptions, assign_rows, assign_tiles
 from ultraattn.planning.graph import build_program
 from ultraattn.planning.setting import Setting
@@ -120,25 +121,43 @@ def arranged(
     part: PassPlan,
     assignment: Assignment,
     effort: Effort,
+    quick: Sequence[Arranged] = (),
 ) -> PassPlan:
-    """A pass of this system with the launches and the order of least simulated time."""
+    """A pass of this system with the launches and the order of least simulated time.
+
+    `part` is the pass by arrival; `quick` what `quickly_arranged` found of it, where that is known.
+    """
     if where.costs is None:
         return part
-    arranger = Arranger(
-        pass_,
-        made.problem,
-        made.q_layout,
-        made.kv_layout,
-        where.place.node_of,
-        where.costs,
-    )
-    best = arranger.best(assignment.blocks, assignment.ranks, part.program, effort)
+    arranger = _arranger(pass_, made, where, where.costs)
+    found = list(quick) or arranger.quick(part.program, effort)
+    if quick and effort is not Effort.FAST:
+        found += arranger.ordered(found, effort, effort)
+    found += arranger.deep(assignment.blocks, assignment.ranks, found, effort)
+    return as_arranged(part, found)
+
+
+def quickly_arranged(
+    pass_: Pass, made: Setting, where: Where, part: PassPlan, effort: Effort
+) -> list[Arranged]:
+    """The arrangements of a pass that are quick to make: `Arranger.quick` without the solver."""
+    assert where.costs is not None
+    return _arranger(pass_, made, where, where.costs).quick(part.program, effort, Effort.FAST)
+
+
+def as_arranged(part: PassPlan, found: Sequence[Arranged]) -> PassPlan:
+    """The pass in the fastest of its arrangements, with what a reader should know of it."""
+    best = fastest(found)
     return dataclasses.replace(
         part,
         program=best.program,
         predicted_ns=best.time_ns,
         notes=(*part.notes, *best.notes),
     )
+
+
+def _arranger(pass_: Pass, made: Setting, where: Where, costs: Costs) -> Arranger:
+    return Arranger(pass_, made.problem, made.q_layout, made.kv_layout, where.place.node_of, costs)
 
 
 def with_volume(made: Setting, where: Where, part: PassPlan) -> PassPlan:

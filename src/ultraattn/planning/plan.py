@@ -23,6 +23,7 @@ from ultraattn.planning.setting import (
     default_layout,
     setting,
     uneven_rows,
+    with_less_to_fetch,
 )
 from ultraattn.planning.sizes import Units
 from ultraattn.planning.tiling import Effort
@@ -151,7 +152,8 @@ def settings(
 
     A layout that was asked for is the only one. For `auto`, efforts normal and best compare the
     mask's own remap (or contiguous chunks), zigzag, and what swaps of owners find; the strategy
-    `auto` also every rival's own layout. A rival keeps to the layout that its authors use.
+    `auto` also finer chunks where whole ones move much that nobody sees, and every rival's own
+    layout. A rival keeps to the layout that its authors use.
     """
     if layout == LayoutName.AUTO and strategy.partition(":")[0] in RIVALS:
         layout = by_name(strategy).layout
@@ -179,6 +181,7 @@ def settings(
         return found
     if strategy == "auto" and chunks is None:
         found.append(make(layout, None))
+        found += with_less_to_fetch(lambda count: make(layout, count), found[-1])
     if layout != LayoutName.AUTO or strategy not in ("tile", "auto"):
         return _apart(found)
     if strategy == "auto" and chunks is None:

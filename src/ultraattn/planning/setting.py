@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
+import numpy.typing as npt
 
 from ultraattn.chunks import Ints
 from ultraattn.errors import InputError
@@ -14,6 +15,7 @@ from ultraattn.masks import BlockKind, Grid, Mask
 from ultraattn.planning.blocks import blocks_of
 from ultraattn.planning.degree import DEFAULT_ETA, imbalance
 from ultraattn.planning.layout import LayoutName, layout_by_name
+from ultraattn.planning.layout_search import fetched
 from ultraattn.plans.layout import Layout
 from ultraattn.plans.problem import Problem
 from ultraattn.plans.program import Block
@@ -29,6 +31,9 @@ FEW_CHUNKS = 32
 
 MOST_PARTIAL = Fraction(1, 8)
 """The share of the work that may lie in PARTIAL blocks before a finer degree is tried."""
+
+USELESS = Fraction(1, 4)
+"""The share of what is fetched that may be seen by nobody before a finer degree is tried."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,51 @@ def at_level_degree(make: Callable[[int | None], Setting], eta: Fraction = DEFAU
             return made
         tried.append((uneven + partial, len(tried), made))
     return min(tried, key=lambda each: each[:2])[2]
+
+
+def with_less_to_fetch(make: Callable[[int], Setting], made: Setting) -> list[Setting]:
+    """Finer settings whose row owners fetch clearly fewer keys; none where there are none.
+
+    Whole chunks travel: a window of 4,096 tokens over 2 chunks of 32k moves 32k keys where 4,095
+    are needed. But smaller launches take longer, so two degrees are offered: the smallest that
+    fetches almost as little as any, and one halfway there. `make` gives the setting for a number
+    of chunks, `made` is the one to start from.
+    """
+    if made.q_layout != made.kv_layout or _useless_at_most(made) <= USELESS:
+        return []
+    least = len(made.q_layout.chunks)
+    tried = [made, *(make(least * f) for f in FACTORS[1:] if least * f <= MOST_CHUNKS)]
+    rows = [_fetched(each) for each in tried]
+    if min(rows) > (1 - USELESS) * rows[0]:
+        return []
+    last = next(at for at, count in enumerate(rows) if count * (1 - USELESS) <= min(rows))
+    return [tried[at] for at in sorted({(last + 1) // 2, last})]
+
+
+def _visible(made: Setting) -> npt.NDArray[np.bool_]:
+    visible: npt.NDArray[np.bool_] = made.grid.kinds[0].any(axis=0)
+    return visible
+
+
+def _fetched(made: Setting) -> int:
+    """Key rows that row owners fetch in whole chunks."""
+    owners = np.array(made.q_layout.owners, dtype=np.int64)
+    return fetched(owners, made.q_layout.chunks.sizes(), _visible(made), made.q_layout.ranks)
+
+
+def _useless_at_most(made: Setting) -> Fraction:
+    """Of the key rows that row owners fetch, the share that no query of theirs may see.
+
+    A block of w visible pairs and q queries needs at least w / q of its keys.
+    """
+    sizes, ranks = made.q_layout.chunks.sizes(), made.q_layout.ranks
+    owners = np.array(made.q_layout.owners, dtype=np.int64)
+    needed = -(-made.grid.weights[0].max(axis=0) // np.maximum(sizes, 1)[:, None])
+    used = np.zeros((ranks, len(sizes)), dtype=np.int64)
+    np.maximum.at(used, owners, needed)
+    used[owners, np.arange(len(sizes))] = 0
+    moved = _fetched(made)
+    return 1 - Fraction(int(used.sum()), moved) if moved else Fraction(0)
 
 
 def _partial_share(made: Setting) -> Fraction:

@@ -42,7 +42,7 @@ class PassSimulation(ByContent):
 
     makespan_s: float
     bound_s: float
-    """max(work / peak, least traffic / bandwidth): no plan of the pass can be faster."""
+    """`ultraattn.simulation.simulate.bound_s`: no plan of the pass can be faster."""
     timeline: Timeline
     busy_s: Floats
     """Kernels and copies of each rank: (ranks,)."""

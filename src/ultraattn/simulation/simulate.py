@@ -110,15 +110,22 @@ def simulate_pass(
 def bound_s(
     pass_: str, problem: Problem, ranks: int, costs: Costs, least_bytes: float = 0.0
 ) -> float:
-    """max(work / peak, least traffic / bandwidth), in seconds.
+    """max(work / peak, least traffic / bandwidth, one message + one launch), in seconds.
 
     Work is visible pairs times heads, spread evenly over the ranks at the best rate in the tables;
-    traffic goes at the rate of the faster class of links.
+    traffic goes at the rate of the faster class of links. Work takes a launch of the shortest
+    start at least; where anything must move, a message comes before the launch that reads it or
+    after the one that makes it, so the shortest start of a message adds to that.
     """
+    if not problem.visible_pairs:
+        return 0.0
     factor = costs.width_factor(problem.head_dim, problem.value_dim, problem.dtype)
     work = problem.visible_pairs * factor / ranks / costs.peak(pass_)
-    bandwidth = max(costs.inside.bytes_per_s, costs.between.bytes_per_s)
-    return max(work, least_bytes / bandwidth)
+    links = costs.inside, costs.between
+    starts = min((kernel.start_s(pass_) for kernel in costs.kernels), default=0.0)
+    if least_bytes > 0:
+        starts += min(link.start_s for link in links)
+    return max(work, least_bytes / max(link.bytes_per_s for link in links), starts)
 
 
 def least_bytes(plan: Plan, pass_: Pass) -> float:
