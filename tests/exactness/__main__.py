@@ -26,6 +26,9 @@ from ultraattn.errors import InputError, UltraAttnError
 from ultraattn.masks import Lengths
 from ultraattn.runtime.local import LocalRanks
 
+RUNS_OF_A_POOL = 100
+"""Runs until the processes of a number of ranks are made anew."""
+
 
 def main() -> int:
     """Runs what has no result yet."""
@@ -51,13 +54,7 @@ def main() -> int:
     mine = set(list(dense)[number - 1 :: shares])
     todo = [case for case in cases if case.key not in known and dense_key(case) in mine]
     end = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
-    pools: dict[int, LocalRanks] = {}
-
-    def pool(ranks: int) -> LocalRanks:
-        if ranks not in pools:
-            pools[ranks] = LocalRanks(ranks)
-        return pools[ranks]
-
+    pools = Pools()
     groups = [
         list(group) for _, group in itertools.groupby(todo, lambda case: replace(case, batch=0))
     ]
@@ -70,14 +67,13 @@ def main() -> int:
             for group in groups:
                 if time.monotonic() > end:
                     break
-                for case, result in zip(group, judged(group, pool, pools, seen), strict=True):
+                for case, result in zip(group, judged(group, pools, seen), strict=True):
                     known[case.key] = result
                     file.write(json.dumps({"case": case.key, **result}) + "\n")
                     progress.step(case, result)
                 file.flush()
     finally:
-        for made in pools.values():
-            made.close()
+        pools.close()
     known |= read(options.results)
     return summary([known[case.key] for case in cases if case.key in known], len(cases))
 
@@ -95,9 +91,39 @@ def dense_key(case: Case) -> tuple:
     return case.lengths, case.mask, case.heads, case.dtype
 
 
-def judged(
-    cases: list[Case], pool, pools: dict[int, LocalRanks], seen: dict[tuple, str]
-) -> list[dict]:
+class Pools:
+    """Local ranks by their number, made anew now and then.
+
+    In 16 bits PyTorch's CPU attention keeps about 4 MB of compiled code for each shape it meets
+    (torch 2.13), in every rank, until the process ends.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, LocalRanks] = {}
+        self._runs: collections.Counter[int] = collections.Counter()
+
+    def __call__(self, ranks: int) -> LocalRanks:
+        """`ranks` processes; asked for once for each run."""
+        if self._runs[ranks] >= RUNS_OF_A_POOL:
+            self.drop(ranks)
+        if ranks not in self._made:
+            self._made[ranks] = LocalRanks(ranks)
+        self._runs[ranks] += 1
+        return self._made[ranks]
+
+    def drop(self, ranks: int) -> None:
+        """Ends these processes; the next run starts others."""
+        self._runs[ranks] = 0
+        if ranks in self._made:
+            self._made.pop(ranks).close()
+
+    def close(self) -> None:
+        """Ends all."""
+        for ranks in list(self._made):
+            self.drop(ranks)
+
+
+def judged(cases: list[Case], pools: Pools, seen: dict[tuple, str]) -> list[dict]:
     """The results of cases that differ in their batch alone."""
     started = time.monotonic()
     first = cases[0]
@@ -116,11 +142,10 @@ def judged(
         else:
             results[case] = {"status": "same", "as": twin}
     try:
-        verdicts = run_batches(new, mask, plan, pool, MOST_BATCH) if new else []
+        verdicts = run_batches(new, mask, plan, pools, MOST_BATCH) if new else []
     except UltraAttnError as error:
         # The group may be of no use any more: the next case starts another.
-        if first.ranks in pools:
-            pools.pop(first.ranks).close()
+        pools.drop(first.ranks)
         failed = {"status": "wrong", "wrong": [f"{type(error).__name__}: {error}"]}
         return [results.get(case, failed) for case in cases]
     seconds = round((time.monotonic() - started) / max(1, len(new)), 3)
