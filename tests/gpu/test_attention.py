@@ -57,6 +57,15 @@ def test_a_thousand_calls_take_no_more_memory(transport, graph):
     run("memory", 2, transport, graph, 1000)
 
 
+def test_ranks_whose_tensors_move_and_ranks_whose_tensors_stay_fit():
+    run("apart", 2, "symmetric", True)
+
+
+@pytest.mark.parametrize(("transport", "graph"), EVERY)
+def test_deterministic_calls_are_bit_equal(transport, graph):
+    run("deterministic", 2, transport, graph, 50 if graph else 10)
+
+
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_peer_that_stops_is_named_with_the_transfer_it_owes(graph):
     run("stops", 2, "symmetric", graph)

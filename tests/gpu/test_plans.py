@@ -6,6 +6,7 @@ import torch
 import ultraattn as ua
 from tests.gpu.cases import draw, error, together, truth, visible
 from ultraattn.cluster import Cluster
+from ultraattn.runtime.kernels import fa4
 
 TOKENS = 1100
 MASKS = {
@@ -24,11 +25,20 @@ KERNELS = {
     "sparse": MASKS,
     "flash2": ("full", "causal"),
     "cudnn": ("full", "causal"),
+    "fa4": ("full", "causal"),
 }
 
 
+without_fa4 = pytest.mark.skipif(fa4.missing() is not None, reason=str(fa4.missing()))
+
+
 @pytest.mark.parametrize(
-    ("kernel", "name"), [(k, n) for k, names in KERNELS.items() for n in names]
+    ("kernel", "name"),
+    [
+        pytest.param(k, n, marks=without_fa4 if k == fa4.name else ())
+        for k, names in KERNELS.items()
+        for n in names
+    ],
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_plan_is_within_twice_the_error_of_one_device(name, kernel, shape):

@@ -118,6 +118,47 @@ def replays(rank, ranks, transport, graph, count):
     assert int(wrong) == 0
 
 
+def deterministic(rank, ranks, transport, graph, count):
+    """deterministic=True: out and gradients are bit-equal in every call of every module."""
+    for name, heads, kv_heads in (("causal", 8, 2), ("document", 4, 4)):
+        plan = _plan(MASKS[name], ranks, heads, kv_heads, 128)
+        _, (q, k, v, dout) = _inputs(plan, rank, 0)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        generator, first = random.Random(rank), None
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(2):
+            attention = ua.Attention(
+                plan, transport=transport, graph=graph, timeout_s=60, deterministic=True
+            )
+            for _ in range(count):
+                if generator.random() < 0.3:
+                    torch.cuda._sleep(generator.randrange(1, 400_000))
+                out = attention(*leaves)
+                got = (out.detach(), *torch.autograd.grad(out, leaves, dout))
+                first = [x.clone() for x in got] if first is None else first
+                for a, b in zip(got, first, strict=True):
+                    wrong += (a != b).any()
+        assert int(wrong) == 0, name
+
+
+def apart(rank, ranks, transport, graph):
+    """One rank's tensors stay where they are, the other's never do: each has graphs of its own."""
+    plan = _plan(MASKS["causal"], ranks, 8, 2, 128)
+    attention = ua.Attention(plan, transport=transport, graph=graph, timeout_s=15)
+    _, (q, k, v, dout) = _inputs(plan, rank, 0)
+    leaves, first, kept = [x.detach().requires_grad_() for x in (q, k, v)], None, []
+    for _ in range(12):
+        if rank == 1:
+            leaves = [x.detach().clone().requires_grad_() for x in leaves]
+        out = attention(*leaves)
+        got = (out.detach(), *torch.autograd.grad(out, leaves, dout))
+        if rank == 1:
+            kept.append((out, leaves, got))
+        first = [x.clone() for x in got] if first is None else first
+        assert all(error(a, b) < 8e-3 for a, b in zip(got, first, strict=True))
+        del out, got
+
+
 def shapes(rank, ranks, transport, graph):
     """Lengths that divide and that do not, head_dims, head counts, batches: against float64."""
     for tokens, heads, kv_heads, dim, batch in (

@@ -1,5 +1,7 @@
 """Rows of bytes, places of messages, and final merges that stand early."""
 
+from types import SimpleNamespace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from ultraattn.plans.passes import Pass
 from ultraattn.plans.program import Merge
 from ultraattn.runtime.copies import as_rows
 from ultraattn.runtime.steps import steps_of
-from ultraattn.runtime.transports.places import ALIGN_BYTES, MESSAGES, Direction
+from ultraattn.runtime.transports.places import ALIGN_BYTES, MESSAGES, Direction, fitting
 
 
 def some_heads(tokens, heads, dim, first, last, batch=1):
@@ -38,6 +40,24 @@ def test_what_is_no_rows_is_left_to_kernels():
     head_first = torch.zeros(1, 4, 64, 128, dtype=torch.bfloat16)
     assert as_rows(whole, head_first) is None
     assert as_rows(some_heads(64, 8, 16, 0, 2), some_heads(64, 2, 16, 0, 2)) is None  # short rows
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=8), st.integers(0, 100))
+def test_a_call_keeps_its_places_when_larger_ones_are_made(sizes, size):
+    made, seen = [], set()
+    for needed in [size, *sizes]:
+        if not made or made[-1].capacity < needed:
+            made.append(SimpleNamespace(capacity=needed))
+        seen.add(id(fitting(made, size)))
+    assert len(seen) == 1
+    assert fitting(made, size).capacity >= size
+
+
+def test_the_largest_places_serve_calls_that_fit_none():
+    small, large = SimpleNamespace(capacity=1), SimpleNamespace(capacity=2)
+    assert fitting([small, large], 3) is large
+    assert fitting([], 3) is None
 
 
 @settings(deadline=None, derandomize=True, max_examples=50)

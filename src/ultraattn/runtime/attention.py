@@ -19,7 +19,7 @@ from ultraattn.plans.tensors import Tensor
 from ultraattn.runtime import operators
 from ultraattn.runtime.execute import Execution
 from ultraattn.runtime.graphs import Replays
-from ultraattn.runtime.kernels import NAMES as KERNEL_NAMES
+from ultraattn.runtime.kernels import check_name
 from ultraattn.runtime.kernels.standin import nonzero_rows
 from ultraattn.runtime.pieces import DTYPES
 from ultraattn.runtime.rehearsal import rehearsal_of
@@ -59,9 +59,12 @@ class Attention(torch.nn.Module):
         transport: auto, gloo, nccl or symmetric; auto is the fastest that serves the group.
         graph: on CUDA, capture each pass as a graph at its first call and replay it later; by
             default where the device is CUDA and the transport can be captured.
+        deterministic: give the same bits in every run: kernels alone that add in a fixed order
+            (on CUDA `sparse`), others refused. Always so on CPUs.
 
     Raises:
         InputError: the group has another size than the plan; the mask is missing or another one.
+        MissingExtraError: the package of the kernel that is asked for is not installed.
         PlanError: the plan is unsound, on every rank alike.
         RunError: ranks hold different plans, or some rank did not come.
     """
@@ -76,10 +79,10 @@ class Attention(torch.nn.Module):
         timeout_s: float = 600.0,
         transport: str = "auto",
         graph: bool | None = None,
+        deterministic: bool = False,
     ) -> None:
         super().__init__()
-        if kernel not in KERNEL_NAMES:
-            raise InputError(f"kernel {kernel!r}: expected one of {', '.join(KERNEL_NAMES)}")
+        check_name(kernel)
         self._session = session_of(as_group(mesh), transport)
         if self._session.ranks != plan.ranks:
             raise InputError(
@@ -89,7 +92,10 @@ class Attention(torch.nn.Module):
         self.plan = plan
         rank_plan = plan.for_rank(self._session.rank)
         self._layouts = plan.q_layout, plan.kv_layout
-        self._tiles = Tiles(rank_plan, mask_of(plan, mask), kernel, self._session.device)
+        deterministic = deterministic or plan.problem.deterministic
+        self._tiles = Tiles(
+            rank_plan, mask_of(plan, mask), kernel, self._session.device, deterministic
+        )
         self._steps = {
             pass_: steps_of(
                 pass_,
@@ -271,18 +277,24 @@ class Attention(torch.nn.Module):
             self._run_tasks(pass_, own, batch)
         if self._session.watchdog is not None:
             call = f"{pass_} of plan {self.plan.digest[:12]}"
-            self._session.watchdog.launched(self._steps[pass_], call, self._timeout_s)
+            self._session.watchdog.launched(
+                self._steps[pass_], call, self._timeout_s, self._size(pass_, batch)
+            )
 
     def _run_tasks(self, pass_: Pass, own: dict[Tensor, Array], batch: int) -> None:
         kind = (pass_, batch, frozenset(own))
         if self._session.device.type == "cuda" and kind not in self._rehearsed:
             self._rehearsed.add(kind)
-            self._session.transport.reserve(batch * self._most_bytes[pass_])
+            self._session.transport.reserve(self._size(pass_, batch))
             self._run_on(rehearsal_of(self._session), pass_, own, batch)
         self._run_on(self._session, pass_, own, batch)
 
+    def _size(self, pass_: Pass, batch: int) -> int:
+        """Bytes of places that a call has in each direction."""
+        return batch * self._most_bytes[pass_]
+
     def _run_on(self, session: Session, pass_: Pass, own: dict[Tensor, Array], batch: int) -> None:
-        session.transport.begin()
+        session.transport.begin(self._size(pass_, batch))
         session.workspace.user = weakref.ref(self)
         with torch.no_grad():
             Execution(

@@ -35,7 +35,7 @@ class _Silence(NoPlaces):
         self.bytes_sent = 0
         self.bytes_received = 0
 
-    def begin(self) -> None:
+    def begin(self, size: int) -> None:
         """Nothing to do."""
 
     def send(self, target: int, buffer: Tensor, tag: int) -> _Done:

@@ -48,9 +48,17 @@ class Sets:
         mask: gives the visible pairs of PARTIAL blocks.
         kernel: a kernel's name, or "auto"; any other than "auto" and "sparse" makes no sets.
         device: where lists are kept.
+        deterministic: make every launch a set that can be one: sets add up in a fixed order.
     """
 
-    def __init__(self, plan: RankPlan, mask: Mask, kernel: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: RankPlan,
+        mask: Mask,
+        kernel: str,
+        device: torch.device,
+        deterministic: bool = False,
+    ) -> None:
         self._plan = plan
         self._mask = mask
         self._device = device
@@ -59,7 +67,7 @@ class Sets:
         p = plan.problem
         why = sparse.refusal_of(device, DTYPES[p.dtype], p.head_dim, p.value_dim)
         self._serves = kernel in ("auto", sparse.name) and why is None
-        self._always = kernel == sparse.name
+        self._always = kernel == sparse.name or deterministic
         lengths = Lengths(p.q_len, p.kv_len)
 
         @lru_cache(maxsize=2)

@@ -32,17 +32,24 @@ class Tiles:
         mask: gives the visible pairs of PARTIAL blocks.
         kernel: a kernel's name, or "auto".
         device: where masks are kept. On CUDA all of them stay, since captured graphs read them.
+        deterministic: use kernels alone that give the same bits every time.
     """
 
     def __init__(
-        self, plan: RankPlan, mask: Mask, kernel: str, device: torch.device | str = "cpu"
+        self,
+        plan: RankPlan,
+        mask: Mask,
+        kernel: str,
+        device: torch.device | str = "cpu",
+        deterministic: bool = False,
     ) -> None:
         self._plan = plan
         self._mask = mask
         self._kernel = kernel
+        self._deterministic = deterministic
         self._device = torch.device(device)
         self._lengths = Lengths(plan.problem.q_len, plan.problem.kv_len)
-        self._sets = Sets(plan, mask, kernel, self._device)
+        self._sets = Sets(plan, mask, kernel, self._device, deterministic)
         self._masks: OrderedDict[tuple[int, int], Array] = OrderedDict()
         self._mask_bytes = 0
 
@@ -89,7 +96,7 @@ class Tiles:
                 found = [self._piece(task, pieces, block, heads) for block in line]
                 out, lse = forward_row(
                     q, found, self._plan.problem.scale, kernel=self._kernel,
-                    dim_v=self._plan.problem.value_dim,
+                    deterministic=self._deterministic, dim_v=self._plan.problem.value_dim,
                 )  # fmt: skip
                 for start, stop, number in values:
                     a, b = max(start, heads[0]), min(stop, heads[1])
@@ -144,8 +151,9 @@ class Tiles:
                 )
                 found = [self._piece(task, pieces, block, heads) for block in line]
                 dq, grads = backward_row(
-                    dout, q, lse, delta, found, problem.scale, kernel=self._kernel, wide=True
-                )
+                    dout, q, lse, delta, found, problem.scale, kernel=self._kernel,
+                    deterministic=self._deterministic, wide=True,
+                )  # fmt: skip
                 add(Tensor.DQ, chunk, heads, dq)
                 kv_heads = problem.kv_range(*heads)
                 for block, (dk, dv) in zip(line, grads, strict=True):

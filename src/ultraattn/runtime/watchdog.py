@@ -36,6 +36,8 @@ class _Launched:
     call: str
     timeout_s: float
     end: float
+    size: int
+    """Bytes that were reserved for it."""
 
 
 class Watchdog:
@@ -54,12 +56,12 @@ class Watchdog:
         weakref.finalize(self, self._stop.set)
         thread.start()
 
-    def launched(self, steps: Steps, call: str, timeout_s: float) -> None:
+    def launched(self, steps: Steps, call: str, timeout_s: float, size: int) -> None:
         """A call was launched on the current stream, and may take `timeout_s` from now on."""
         if torch.cuda.is_current_stream_capturing():
             return
         self._done.record()
-        self._last = _Launched(steps, call, timeout_s, time.monotonic() + timeout_s)
+        self._last = _Launched(steps, call, timeout_s, time.monotonic() + timeout_s, size)
 
     def look(self) -> None:
         """Breaks the last call if it is late."""
@@ -86,7 +88,7 @@ class Watchdog:
         """Names the first message that has not arrived, and whether its sender is alive."""
         before, numbers = session.watch.signs(), dict.fromkeys(range(session.ranks), 0)
         sent = [m for m in last.steps.receives if m.room.bytes]
-        state = session.transport.arrived()
+        state = session.transport.arrived(last.size)
         for message in sent:
             number = numbers[message.peer]
             numbers[message.peer] += 1

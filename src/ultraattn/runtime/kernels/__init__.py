@@ -3,6 +3,22 @@
 from __future__ import annotations
 
 from ultraattn.runtime.kernels.base import Kernel, Piece
-from ultraattn.runtime.kernels.rows import KERNELS, NAMES, backward_row, choose, forward_row
+from ultraattn.runtime.kernels.rows import (
+    KERNELS,
+    NAMES,
+    backward_row,
+    check_name,
+    choose,
+    forward_row,
+)
 
-__all__ = ["KERNELS", "NAMES", "Kernel", "Piece", "backward_row", "choose", "forward_row"]
+__all__ = [
+    "KERNELS",
+    "NAMES",
+    "Kernel",
+    "Piece",
+    "backward_row",
+    "check_name",
+    "choose",
+    "forward_row",
+]

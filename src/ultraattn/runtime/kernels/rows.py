@@ -8,17 +8,31 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ultraattn.errors import InputError
+from ultraattn.errors import InputError, MissingExtraError
 from ultraattn.masks.grid import BlockKind
-from ultraattn.runtime.kernels import cudnn, flash2, reference, sparse, torch_cpu
+from ultraattn.runtime.kernels import cudnn, fa4, flash2, reference, sparse, torch_cpu
 from ultraattn.runtime.kernels.base import Kernel, Piece, check_piece
 from ultraattn.runtime.merge import NEG_INF, accumulate_dtype, merge_partials, sum_partials
 
-KERNELS: tuple[Kernel, ...] = (torch_cpu, cudnn, sparse, flash2, reference)
+KERNELS: tuple[Kernel, ...] = (torch_cpu, cudnn, sparse, flash2, fa4, reference)
 """In order of preference, the fastest first; the last serves everything."""
 
 NAMES: tuple[str, ...] = ("auto", *(kernel.name for kernel in KERNELS))
 """What `kernel=` takes; "auto" is the first kernel that can."""
+
+
+def check_name(name: str) -> None:
+    """Checks that a kernel of that name, or "auto", can be asked for here.
+
+    Raises:
+        InputError: no kernel has that name; the text has those that do.
+        MissingExtraError: its package is not installed; the text names the extra.
+    """
+    if name not in NAMES:
+        raise InputError(f"kernel {name!r} is unknown; expected one of {', '.join(NAMES)}")
+    why = fa4.missing() if name == fa4.name else None
+    if why is not None:
+        raise MissingExtraError(f"kernel {name!r}: {why}; or pass kernel='auto'")
 
 
 def choose(q: Tensor, piece: Piece, name: str = "auto", deterministic: bool = False) -> Kernel:
@@ -27,9 +41,9 @@ def choose(q: Tensor, piece: Piece, name: str = "auto", deterministic: bool = Fa
     Raises:
         InputError: no kernel has that name, or the one that has cannot serve these; the text
             says why and names those that can.
+        MissingExtraError: the package of the kernel of that name is not installed.
     """
-    if name not in NAMES:
-        raise InputError(f"kernel {name!r} is unknown; expected one of {', '.join(NAMES)}")
+    check_name(name)
     for kernel in KERNELS:
         if name in ("auto", kernel.name) and kernel.refusal(q, piece, deterministic) is None:
             return kernel

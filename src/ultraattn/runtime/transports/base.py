@@ -31,8 +31,8 @@ class Transport(Protocol):
     bytes_sent: int
     bytes_received: int
 
-    def begin(self) -> None:
-        """Every call begins with this, on all ranks."""
+    def begin(self, size: int) -> None:
+        """Every call begins with this, on all ranks, with the `size` that was reserved for it."""
 
     def finish(self) -> None:
         """Every call ends with this: nothing that was received is read any more."""

@@ -56,7 +56,7 @@ class NcclTransport(NoPlaces):
             self._warm_up(key, device)
         weakref.finalize(self, _destroy, list(self._channels.values()))
 
-    def begin(self) -> None:
+    def begin(self, size: int) -> None:
         """Nothing to do."""
 
     def send(self, target: int, buffer: Tensor, tag: int) -> NcclHandle:

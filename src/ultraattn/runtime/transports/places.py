@@ -16,6 +16,7 @@ both ends: so places need no agreement, and a captured call finds its own again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,6 +55,16 @@ class Direction:
         self.bytes += -(-size // ALIGN_BYTES) * ALIGN_BYTES
         self.count += 1
         return found
+
+
+def fitting(places: Sequence[Places], size: int) -> Places | None:
+    """The places of a call with up to `size` bytes in a direction: the first that hold them.
+
+    Capacities ascend, and larger places that are made later come behind. So every run of a call
+    takes the same places, on every rank, whether it is captured before they are made or after.
+    Where none is large enough, these are the largest.
+    """
+    return next((x for x in places if x.capacity >= size), places[-1] if places else None)
 
 
 class Places:

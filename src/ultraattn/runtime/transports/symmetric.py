@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ultraattn.runtime.streams import SideStream, StreamHandle
 from ultraattn.runtime.transports import flags
-from ultraattn.runtime.transports.places import MESSAGES, Direction, Places
+from ultraattn.runtime.transports.places import MESSAGES, Direction, Places, fitting
 
 SLOTS = 4
 STAGING_BYTES = 64 << 20
@@ -78,13 +78,14 @@ class SymmetricTransport:
         dist.all_gather_object(memory, mine, group=group)
         self._most_places = min(memory) // PLACES_SHARE // max(1, self._ranks - 1)
         self._places: list[Places] = []
-        """Those in use, and before them smaller ones that captured calls may use still."""
-        self.begin()
+        """By capacity, the smallest first."""
+        self.begin(0)
         self.bytes_sent = 0
         self.bytes_received = 0
 
-    def begin(self) -> None:
+    def begin(self, size: int) -> None:
         """Calls count segments from 0, so that a captured call fits whatever its peers run."""
+        self._now = self._places_for(size)
         self._sent = [0] * self._ranks
         self._received = [0] * self._ranks
         self._put = [Direction() for _ in range(self._ranks)]
@@ -94,9 +95,9 @@ class SymmetricTransport:
         """Gives the places of the call back to their senders, once the calling stream is here."""
         stream = torch.cuda.current_stream()
         for source, direction in enumerate(self._accepted):
-            if direction.count:
-                self._places[-1].clear(source, direction.count)
-                flags.put(stream, self._places[-1].free(source, self._rank))
+            if direction.count and self._now is not None:
+                self._now.clear(source, direction.count)
+                flags.put(stream, self._now.free(source, self._rank))
 
     def reserve(self, size: int) -> None:
         """Makes places for calls with up to `size` bytes in any direction, within limits.
@@ -116,12 +117,12 @@ class SymmetricTransport:
 
     def put(self, target: int, size: int, write: Callable[[Tensor], None]) -> StreamHandle | None:
         """See `ultraattn.runtime.transports.base.Transport`."""
-        found = self._put[target].take(size, self._places[-1].capacity) if self._places else None
-        if found is None:
+        places = self._now
+        found = None if places is None else self._put[target].take(size, places.capacity)
+        if found is None or places is None:
             return None
         start, message = found
         self.bytes_sent += size
-        places = self._places[-1]
         with self._send_stream.forked() as stream:
             if message == 0:
                 flags.wait_and_clear(stream, places.free(self._rank, target))
@@ -131,13 +132,12 @@ class SymmetricTransport:
 
     def accept(self, source: int, size: int) -> tuple[Tensor, StreamHandle] | None:
         """See `ultraattn.runtime.transports.base.Transport`."""
-        taken = self._accepted[source]
-        found = taken.take(size, self._places[-1].capacity) if self._places else None
-        if found is None:
+        places = self._now
+        found = None if places is None else self._accepted[source].take(size, places.capacity)
+        if found is None or places is None:
             return None
         start, message = found
         self.bytes_received += size
-        places = self._places[-1]
         buffer = places.place(self._rank, source, start, size)
         with self._receive_stream.forked() as stream:
             flags.wait(stream, places.full(self._rank, source, message))
@@ -173,16 +173,17 @@ class SymmetricTransport:
                 flags.put(stream, self._flag(source, "free", self._rank, slot).data_ptr())
         return self._receive_stream.handle()
 
-    def arrived(self) -> dict[int, list[bool]]:
-        """Which messages of the call in progress have come into their places, by source.
+    def arrived(self, size: int) -> dict[int, list[bool]]:
+        """Which messages of a call with `size` bytes reserved are in their places, by source.
 
         For a thread beside the one that calls; it waits for no stream of the call.
         """
+        places = self._places_for(size)
         with torch.cuda.stream(self._apart):
             return {
-                source: self._places[-1].arrived(source, MESSAGES)
+                source: places.arrived(source, MESSAGES)
                 for source in range(self._ranks)
-                if source != self._rank and self._places
+                if source != self._rank and places is not None
             }
 
     def abort(self) -> None:
@@ -191,6 +192,9 @@ class SymmetricTransport:
             self._area[self._staging :].view(torch.int32).fill_(1)
             for places in self._places:
                 places.release()
+
+    def _places_for(self, size: int) -> Places | None:
+        return fitting(self._places, min(size, self._most_places))
 
     def _load(self) -> None:
         """Does everything once, since what a first use loads may wait for all other streams."""
