@@ -22,7 +22,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,14 @@ import torch.multiprocessing
 
 import ultraattn as ua
 from ultraattn.cluster import Cluster
-from ultraattn.masks.grid import OPEN_HI, OPEN_LO, BlockKind
-from ultraattn.runtime.kernels import KERNELS, Piece
+from ultraattn.masks.grid import OPEN_HI, BlockKind
+from ultraattn.runtime.kernels import KERNELS, Piece, fa4
 from ultraattn.runtime.kernels.standin import stand_in
 from ultraattn.runtime.merge import merge_partials
 
 DEVICE = "cuda"
+ON_CUDA = ("cudnn", "flash2", "sparse", "fa4")
+WINDOW = 4096
 PEAK_TFLOPS = 990.0
 """Dense bf16 of an H200 by its datasheet; a figure above it is an error of measurement."""
 
@@ -52,6 +54,7 @@ def machine() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "python": platform.python_version(),
+        "flash-attn-4": fa4.missing() or fa4.VERSIONS,
         "command": " ".join(["python", *sys.argv]),
     }
 
@@ -113,39 +116,54 @@ def attempt(
 # One GPU
 
 
-def kernel_cells() -> list[dict[str, Any]]:
-    """Every kernel on rectangles, forward and backward, as graph replays."""
-    cells: list[dict[str, Any]] = []
-    shapes = [(32, n, n, causal) for n in (1024, 2048, 4096, 8192, 16384) for causal in (0, 1)]
-    shapes += [(32, 2048, 8192, 0), (32, 8192, 2048, 0), (32, 512, 4096, 0)]
-    shapes += [(1, 16384, 16384, 0), (1, 1024, 1024, 0)]
-    on_cuda = [kernel for kernel in KERNELS if kernel.name in ("cudnn", "flash2", "sparse")]
-    for kernel, (heads, rows, cols, causal) in itertools.product(on_cuda, shapes):
+def kernel_cells() -> Iterator[dict[str, Any]]:
+    """Every kernel on rectangles and windows, forward and backward, as graph replays."""
+    shapes: list[tuple[int, int, int, int, int | None]] = []
+    shapes += [(32, 32, n, n, band) for n in (16384, 65536) for band in (WINDOW - 1, OPEN_HI, None)]
+    shapes += [(32, 32, n, n, band) for n in (8192, 4096, 2048, 1024) for band in (None, OPEN_HI)]
+    shapes += [(32, 8, 16384, 16384, band) for band in (None, OPEN_HI, WINDOW - 1)]
+    shapes += [(32, 32, 2048, 8192, None), (32, 32, 8192, 2048, None), (32, 32, 512, 4096, None)]
+    shapes += [(1, 1, 16384, 16384, None), (1, 1, 1024, 1024, None)]
+    on_cuda = [kernel for kernel in KERNELS if kernel.name in ON_CUDA]
+    for shape, kernel in itertools.product(shapes, on_cuda):
+        heads, kv_heads, rows, cols, hi = shape
         cell = {
-            "kernel": kernel.name, "heads": heads, "q": rows, "kv": cols, "causal": bool(causal)
+            "kernel": kernel.name, "heads": heads, "kv_heads": kv_heads, "q": rows, "kv": cols,
+            "causal": hi is not None, "window": None if hi in (None, OPEN_HI) else WINDOW,
         }  # fmt: skip
-        run = functools.partial(kernel_times, kernel, heads, rows, cols, bool(causal))
-        attempt(cells, cell, run)
-    return cells
+        cells: list[dict[str, Any]] = []
+        attempt(cells, cell, functools.partial(kernel_times, kernel, *shape))
+        yield cells[0]
 
 
-def kernel_times(kernel: Any, heads: int, rows: int, cols: int, causal: bool) -> dict[str, Any]:
-    """One kernel on one rectangle of head_dim 128."""
+def kernel_times(
+    kernel: Any, heads: int, kv_heads: int, rows: int, cols: int, hi: int | None
+) -> dict[str, Any]:
+    """One kernel on one rectangle of head_dim 128: full, or the band 0 <= i - j <= hi."""
     q, dout = draw(heads, rows, 128, 0), draw(heads, rows, 128, 3)
-    k, v = draw(heads, cols, 128, 1), draw(heads, cols, 128, 2)
-    kind = BlockKind.BAND if causal else BlockKind.FULL
-    piece = Piece(k, v, tuple(range(heads)), kind, 0 if causal else OPEN_LO, OPEN_HI)
+    k, v = draw(kv_heads, cols, 128, 1), draw(kv_heads, cols, 128, 2)
+    index = tuple(head * kv_heads // heads for head in range(heads))
+    piece = Piece(k, v, index)
+    if hi is not None:
+        piece = Piece(k, v, index, BlockKind.BAND, 0, hi)
+    why = kernel.refusal(q, piece, False)
+    if why is not None:
+        return {"not_measured": why}
     out, lse = kernel.forward(q, piece, 0.088)
     delta = (out.float() * dout.float()).sum(-1)
-    forward = timed(captured(lambda: kernel.forward(q, piece, 0.088)))
-    backward = timed(captured(lambda: kernel.backward(dout, q, lse, delta, piece, 0.088)))
-    tflop = 4 * rows * cols * 128 * heads / (2 if causal else 1) / 1e12
+    pairs = rows * cols
+    if hi is not None:
+        pairs = sum(min(i, cols - 1) - max(0, i - hi) + 1 for i in range(rows))
+    tflop = 4 * pairs * 128 * heads / 1e12
+    repeats = (10, 6) if tflop < 5 else (5, 2)
+    forward = timed(captured(lambda: kernel.forward(q, piece, 0.088)), *repeats)
+    backward = timed(captured(lambda: kernel.backward(dout, q, lse, delta, piece, 0.088)), *repeats)
     return {
         "forward_ms": forward,
         "forward_tflops": rate(tflop, forward),
         "backward_ms": backward,
         "backward_tflops": rate(2.5 * tflop, backward),
-        "forward_eager_ms": timed(lambda: kernel.forward(q, piece, 0.088)),
+        "forward_eager_ms": timed(lambda: kernel.forward(q, piece, 0.088), *repeats),
     }
 
 
@@ -375,14 +393,19 @@ def kernels(path: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    cells = kernel_cells() + merge_cells()
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    cells += one_rank_cells()
+    cells: list[dict[str, Any]] = []
+    sections: tuple[Callable[[], Iterable[dict[str, Any]]], ...] = (
+        kernel_cells, merge_cells, one_rank_cells,
+    )  # fmt: skip
+    for section in sections:
+        for cell in section():
+            cells.append(cell)
+            found = {"machine": machine(), "cells": cells}
+            Path(path).write_text(json.dumps(found, indent=1) + "\n")
+            print(shown(cell), flush=True)
     dist.destroy_process_group()
-    Path(path).write_text(json.dumps({"machine": machine(), "cells": cells}, indent=1) + "\n")
-    for cell in cells:
-        print(shown(cell))
 
 
 def main() -> None:

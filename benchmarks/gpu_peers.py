@@ -34,6 +34,7 @@ import gpu
 import ultraattn as ua
 from ultraattn.cluster import Cluster
 from ultraattn.masks import Mask
+from ultraattn.runtime.kernels import fa4
 
 NAMES = ("out", "dq", "dk", "dv")
 CHUNKS = {"global_local": 16, "document": 32, "window": 16}
@@ -247,6 +248,31 @@ class Bench:
 
         return self.graphed(lambda: heads_first(forward()[0]), both, n)
 
+    def fa4(self, whole: list[Tensor], window: int, documents: list[int]) -> Run:
+        """FlashAttention-4 on one GPU, as a graph: a causal window, or causal documents."""
+        from flash_attn.cute import interface
+
+        n = whole[0].shape[2]
+        q, k, v, dout = (x.transpose(1, 2).contiguous() for x in whole)
+        given: dict[str, Any] = {"softmax_scale": DIM**-0.5, "causal": not window}
+        if window:
+            given |= {"window_size_left": window - 1, "window_size_right": 0}
+        if documents:
+            q, k, v, dout = (x[0] for x in (q, k, v, dout))
+            edges = torch.tensor([0, *documents], device=gpu.DEVICE).cumsum(0).int()
+            given |= {"cu_seqlens_q": edges, "cu_seqlens_k": edges}
+            given |= {"max_seqlen_q": max(documents), "max_seqlen_k": max(documents)}
+
+        def forward() -> Any:
+            return interface._flash_attn_fwd(q, k, v, return_lse=True, **given)
+
+        def both() -> Any:
+            out, lse, *_ = forward()
+            grads = interface._flash_attn_bwd(q, k, v, out, dout, lse, **given)
+            return tuple(heads_first(x) for x in (out, *grads[:3]))
+
+        return self.graphed(lambda: heads_first(forward()[0]), both, n)
+
     def graphed(self, forward: Callable[[], Any], both: Callable[[], Any], tokens: int) -> Run:
         """Both passes as graphs on one GPU."""
         every = torch.arange(tokens, device=gpu.DEVICE)
@@ -430,6 +456,8 @@ class Bench:
                         found["ours, default chunks"] = part(self.ours, mask, whole, self.ranks)
                     if window or parts:
                         found["flash2, one GPU"] = part(self.flash2, whole, window, parts)
+                    if (window or parts) and fa4.missing() is None:
+                        found["fa4, one GPU"] = part(self.fa4, whole, window, parts)
                     return found
 
                 plan = ua.plan(
