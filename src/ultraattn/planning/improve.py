@@ -30,20 +30,23 @@ MANY_RANKS = 32
 # With more blocks a rank a grid is mainly solved coarse; in between half of the search is.
 FINE_BLOCKS, MIDDLE_BLOCKS = 36, 15
 HALF_COARSE_RANKS = 16
-ROUNDS = 32
+ROUNDS = 64
 
-# Without weight on all traffic (soft=0) few ranks reach the least volume; many need its pull.
+# Without weight on all traffic (soft=0) few ranks reach the least volume; many need its pull. With
+# many, volumes that are pressed only below the best known stay near it: BALANCE evens all of them
+# out instead (squares over the mean), and mostly ends lower; FREE wins where few must be busy.
 FREE = Style(hot=120, cold=30, hard=6, heavy=3, soft=0)
 PLAY = Style(hot=60, cold=30, hard=3, heavy=3, soft=0)
 COOL = Style(hot=40, cold=8, hard=6, heavy=3, soft=0)
 EVEN = Style(hot=50, cold=8, hard=6, heavy=3, soft=1)
-WARM = Style(hot=30, cold=8, hard=6, heavy=3, soft=1)
 CALM = Style(hot=20, cold=6, hard=6, heavy=3, soft=1)
-FIRM = Style(hot=40, cold=10, hard=24, heavy=12, soft=1)
+BALANCE = Style(hot=140, cold=8, hard=0, heavy=3, soft=1, square=2)
+SETTLE = Style(hot=40, cold=8, hard=0, heavy=3, soft=1, square=2)
 
-# Style of each run of the two stages, and whether it runs under a looser cap where that is tight.
+# Style of each run of the two stages, and whether it runs under a looser cap where that is tight;
+# of the proposals of many ranks most go into the first stage.
 FEW = (((FREE, False), (PLAY, False), (FREE, True), (PLAY, False)), (COOL, PLAY, CALM, COOL))
-MANY = (((EVEN, True), (WARM, True), (FREE, False), (FIRM, True)), (CALM, COOL, CALM, FIRM))
+MANY = (((FREE, False), (BALANCE, False)), (COOL, SETTLE))
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,35 +81,37 @@ class Level:
         return Level(problem, pinned, bound, arena, loose)
 
 
+def _found(level: Level, assignment: Ints) -> Found:
+    return Found(evaluate(level.problem, assignment).value, assignment, "search")
+
+
 def _spread(level: Level, value: Value, ranks: Ints) -> Found:
     return Found(value, level.problem.spread(ranks), "search")
 
 
 def _run(level: Level, run: Run, proposals: int) -> Found:
-    """The better of the run's start and what it finds."""
-    blocks = level.problem.weight > 0
-    steps = max(1, proposals // ROUNDS)
-    ranks = run.start.assignment[blocks]
-    best = (run.start.value, ranks)
-    if run.loose and level.loose is not None:
-        loose = anneal(
-            level.loose,
-            ranks,
-            run.style,
-            ROUNDS,
-            steps,
-            seed=run.seed,
-            lower=level.bound,
-            best=best,
-        )
-        fixed = repair(level.problem, level.problem.spread(loose[1]), level.pinned)
-        if fixed is None:
-            return run.start
-        return Found(evaluate(level.problem, fixed).value, fixed, "search")
+    """The better of the run's start and what it finds; an end over the cap is levelled."""
+    arena = level.loose if run.loose and level.loose is not None else level.arena
+    ranks = run.start.assignment[level.problem.weight > 0]
     found = anneal(
-        level.arena, ranks, run.style, ROUNDS, steps, seed=run.seed, lower=level.bound, best=best
+        arena,
+        ranks,
+        run.style,
+        ROUNDS,
+        max(1, proposals // ROUNDS),
+        seed=run.seed,
+        lower=level.bound,
+        best=(run.start.value, ranks),
     )
-    return run.start if found[0] == run.start.value else _spread(level, *found)
+    best = run.start
+    ends = [found.last] if arena is level.arena else [found.ranks, found.last]
+    if arena is level.arena and found.value != best.value:
+        best = _spread(level, found.value, found.ranks)
+    for end in ends:
+        fixed = repair(level.problem, level.problem.spread(end), level.pinned)
+        if fixed is not None:
+            best = min(best, _found(level, fixed), key=lambda f: f.value)
+    return best
 
 
 def _together(work: Callable[[Run], Found], runs: Sequence[Run]) -> list[Found]:
@@ -131,8 +136,10 @@ def _two_stages(
     level: Level, starts: Sequence[Found], proposals: int, width: int, seed: int
 ) -> Found:
     """One round: `width` runs from the starts, then `width` runs from the best outcomes."""
-    share = max(1, proposals // (2 * width))
-    hot, calm = MANY if level.problem.ranks >= MANY_RANKS else FEW
+    many = level.problem.ranks >= MANY_RANKS
+    hot, calm = MANY if many else FEW
+    hot_share = 8 if many else 5  # in tenths
+    share = max(1, proposals * hot_share // (10 * width))
 
     def first(k: int) -> Run:
         style, loose = hot[k % len(hot)]
@@ -142,6 +149,7 @@ def _two_stages(
     best = _distinct([*starts, *outcomes])
     if best[0].value[0] <= level.bound:
         return best[0]
+    share = max(1, proposals * (10 - hot_share) // (10 * width))
     again = [
         Run(best[k // 2 % len(best)], calm[k % len(calm)], seed + width + k) for k in range(width)
     ]
@@ -162,7 +170,7 @@ def _less_traffic(level: Level, best: Found, proposals: int, seed: int) -> Found
         best=(best.value, ranks),
         follow=False,
     )
-    return best if found[0] == best.value else _spread(level, *found)
+    return best if found.value == best.value else _spread(level, found.value, found.ranks)
 
 
 def _grouped_start(

@@ -1,4 +1,4 @@
-"""Turns a starting assignment into a better one: drives the inner loop of `moves`."""
+"""Turns a starting assignment into a better one: drives the inner loop of `annealing`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ultraattn.planning import moves
+from ultraattn.planning import annealing, moves
 from ultraattn.planning.ledger import Ints, TilingProblem, Value, evaluate
 
 ODDS = [round(-math.log((k + 0.5) / 1024) * 65536) for k in range(1024)]
@@ -92,9 +92,11 @@ class Style:
 
     Attributes:
         hot, cold: first and last temperature, in hundredths of the mean size of a line.
-        hard: weight of volume over the target.
+        hard: weight of volume over the goal.
         heavy: weight of load over the cap, a heaviest block counting as a line.
         soft: weight of all traffic.
+        square: weight of the squares of volumes over the mean, a line counting as two; then `hard`
+            is no volume over the goal but over the mean.
     """
 
     hot: int
@@ -102,6 +104,7 @@ class Style:
     hard: int
     heavy: int
     soft: int
+    square: int = 0
 
     def temperatures(self, rounds: int, unit: int) -> list[int]:
         """Falling geometrically from hot to cold."""
@@ -110,6 +113,8 @@ class Style:
 
 
 SOFT = 64
+SQUARE_BITS = 6
+"""Bits of the mean size of a line where sizes are squared."""
 
 
 def _rings(start: Ints, ranks: int) -> tuple[Ints, Ints, Ints]:
@@ -126,6 +131,20 @@ def _rings(start: Ints, ranks: int) -> tuple[Ints, Ints, Ints]:
     return after, before, cursor
 
 
+@dataclass(frozen=True, eq=False)
+class Annealed:
+    """What a run found: the better of its best and the best known before, and where it ended.
+
+    Attributes:
+        value, ranks: of the better one; ranks in the order of blocks.
+        last: the ranks it ended with, which may be over the cap.
+    """
+
+    value: Value
+    ranks: Ints
+    last: Ints
+
+
 def anneal(
     arena: Arena,
     start: Ints,
@@ -137,36 +156,35 @@ def anneal(
     lower: int,
     best: tuple[Value, Ints],
     follow: bool = True,
-) -> tuple[Value, Ints]:
-    """One run from `start` (ranks in the order of blocks); the better of its best and `best`.
+) -> Annealed:
+    """One run from `start` (ranks in the order of blocks), with `best` as the best known before.
 
     `rounds` falling temperatures with `steps` proposals each.
 
     `follow`: hunt for a smaller volume than the best; otherwise for less traffic at that volume.
     """
     problem = arena.problem
-    count = len(start)
     if not len(arena.free):
-        return best
+        return Annealed(*best, start)
     ledger = evaluate(problem, problem.spread(start))
     unit, many, mean = problem.size_unit, len(arena.fixed[3]), arena.line_size
     counts = np.bincount(
-        start[arena.block_line[0]] * many + arena.block_line[1], minlength=problem.ranks * many
+        arena.block_line[1] * problem.ranks + start[arena.block_line[0]],
+        minlength=problem.ranks * many,
     )
-    target = best[0][0] - (unit if follow else 0)
-    target = max(target, lower)
-    over = int(
-        np.maximum(ledger.recv - target, 0).sum() + np.maximum(ledger.send - target, 0).sum()
-    )
+    counts[np.arange(many) * problem.ranks + np.asarray(arena.fixed[3], dtype=np.int64)] += 1
+    goal = max(best[0][0] - (unit if follow else 0), lower)
     excess = int(np.maximum(ledger.load - problem.cap, 0).sum())
     state = [0] * moves.STATE_SIZE
     state[moves.RANDOM] = _seed(seed)
-    state[moves.HARD_EXCESS], state[moves.LOAD_EXCESS] = over, excess
+    state[moves.LOAD_EXCESS] = excess
     state[moves.TOTAL] = ledger.total
     state[moves.BEST_VOLUME : moves.BEST_LOAD + 1] = best[0]
     rule = [0] * moves.RULE_SIZE
-    rule[moves.TARGET], rule[moves.CAP] = target, problem.cap
+    rule[moves.TARGET], rule[moves.GOAL], rule[moves.CAP] = goal, goal, problem.cap
     rule[moves.HARD], rule[moves.SOFT] = style.hard * SOFT, style.soft * SOFT
+    rule[moves.SIZE_SHIFT] = coarse = max(0, mean.bit_length() - SQUARE_BITS)
+    rule[moves.SQUARE] = (2 * style.square * SOFT << 2 * coarse) // mean
     heaviest = int(problem.block_weight.max())
     rule[moves.LOAD_SHIFT] = shift = max(0, heaviest.bit_length() - 1)
     rule[moves.HEAVY] = ((style.heavy * SOFT * mean) << shift) // heaviest
@@ -174,30 +192,31 @@ def anneal(
     rule[moves.SIZE_UNIT], rule[moves.LOWER] = unit, lower
     rule[moves.FOLLOW] = int(follow)
     kept, scalars = _native(start.copy()), _native(state)
-    moves.anneal(
+    live = tuple(
+        _native(array)
+        for array in (
+            start.copy(),
+            *_rings(start, problem.ranks),
+            counts,
+            ledger.recv,
+            ledger.send,
+            ledger.load,
+        )
+    )
+    annealing.anneal(
         steps,
         _native(style.temperatures(rounds, mean * SOFT)),
         arena.odds,
         arena.free,
         arena.pinned,
-        _native(np.zeros(2 * count + 4, dtype=np.int64)),
         kept,
         arena.fixed,
-        tuple(
-            _native(array)
-            for array in (
-                start.copy(),
-                *_rings(start, problem.ranks),
-                counts,
-                ledger.recv,
-                ledger.send,
-                ledger.load,
-            )
-        ),
+        live,
         scalars,
         _native(rule),
     )
+    last = np.asarray(live[0], dtype=np.int64)
     if not scalars[moves.IMPROVED]:
-        return best
+        return Annealed(*best, last)
     value = tuple(int(v) for v in scalars[moves.BEST_VOLUME : moves.BEST_LOAD + 1])
-    return (value[0], value[1], value[2]), np.asarray(kept, dtype=np.int64)
+    return Annealed((value[0], value[1], value[2]), np.asarray(kept, dtype=np.int64), last)

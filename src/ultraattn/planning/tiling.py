@@ -50,7 +50,7 @@ class Steps:
 STEPS = {
     Effort.INSTANT: Steps(0, 0, 0, 0, 0.0, 0),
     Effort.FAST: Steps(130_000, 3_000, 2, 1, 0.0, 0),
-    Effort.NORMAL: Steps(1_500_000, 24_000, 4, 1, 1.2, 600),
+    Effort.NORMAL: Steps(2_000_000, 32_000, 4, 1, 0.4, 600),
     Effort.BEST: Steps(10_000_000, 60_000, 4, 4, 10.0, 6_000, 60.0, 600),
 }
 
