@@ -7,7 +7,7 @@ of query heads to a key head and form of band, some ten seconds each, at the fir
 it; `FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1` keeps them on disk. Its compiler does not bear two
 threads (it ends the process), so calls take turns.
 
-It is used where it is asked for by name: "auto" never takes it.
+It is not offered yet: see `ultraattn.runtime.kernels.rows.UNPROVED`.
 
 Its backward pass is no public function, and other releases of the packages below it can make it
 hang (a bulk copy is issued by one thread of a warp or by all, and either side of the two packages
