@@ -102,6 +102,19 @@ def rate(tflop: float, ms: list[float]) -> float:
     return round(found, 1)
 
 
+def host_us(run: Callable[[], Any], repeats: int = 30) -> list[float]:
+    """Microseconds of the host in each call, on an idle device."""
+    found = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        found.append(round((time.perf_counter() - start) * 1e6, 1))
+    return found
+
+
 def attempt(
     cells: list[dict[str, Any]], cell: dict[str, Any], run: Callable[[], dict[str, Any]]
 ) -> None:

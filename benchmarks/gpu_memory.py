@@ -15,7 +15,6 @@ import faulthandler
 import json
 import os
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,20 +88,7 @@ def cell_of(
     for _ in range(8):
         forward()
     runs: dict[str, Callable[[], Any]] = {"forward": forward, "forward_backward": both}
-    found["host_us"] = {name: host_us(run) for name, run in runs.items()}
-    return found
-
-
-def host_us(run: Callable[[], Any], repeats: int = 30) -> list[float]:
-    """Microseconds of the host in each call, on an idle device."""
-    found = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        found.append(round((time.perf_counter() - start) * 1e6, 1))
+    found["host_us"] = {name: gpu.host_us(run) for name, run in runs.items()}
     return found
 
 

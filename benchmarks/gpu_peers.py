@@ -480,8 +480,8 @@ class Bench:
                 "mask": "causal", "tokens": tokens, "heads": 32, "kv_heads": 32
             }  # fmt: skip
             cell["host_us"] = {
-                "forward": host_us(run.forward),
-                "forward_backward": host_us(run.both),
+                "forward": gpu.host_us(run.forward),
+                "forward_backward": gpu.host_us(run.both),
             }
             for name, one in (("forward", run.forward), ("forward_backward", run.both)):
                 cell[f"{name}_overlap"] = overlap(one)
@@ -500,19 +500,6 @@ def compiled_flex() -> Callable[..., Any]:
 
     torch._dynamo.config.recompile_limit = 64
     return torch.compile(flex_attention, dynamic=False)
-
-
-def host_us(run: Callable[[], Any], repeats: int = 30) -> list[float]:
-    """Microseconds of the host in each call, on an idle device."""
-    found = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        found.append(round((time.perf_counter() - start) * 1e6, 1))
-    return found
 
 
 def overlap(run: Callable[[], Any], calls: int = 3) -> dict[str, Any]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-SOURCES = Path(__file__).parents[2] / "src"
+from repeats import printed
 
 SCRIPT = """
 import sys
@@ -39,16 +35,7 @@ print(digest.hexdigest())
 """
 
 
-def digest(seed: str, cores: int, blocked: tuple[str, ...] = ()) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(blocked=blocked)],
-        env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(SOURCES)},
-        preexec_fn=(lambda: os.sched_setaffinity(0, {0})) if cores == 1 else None,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.strip()
+digest = functools.partial(printed, SCRIPT)
 
 
 @pytest.fixture(scope="module")

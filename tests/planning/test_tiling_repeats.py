@@ -1,14 +1,10 @@
 from __future__ import annotations
 
+import functools
 import hashlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).parent
+from repeats import printed
 
 SCRIPT = """
 import sys
@@ -26,17 +22,7 @@ print(digest.hexdigest())
 """
 
 
-def digest(seed: str, cores: int, blocked: tuple[str, ...] = ()) -> str:
-    paths = os.pathsep.join([str(HERE), str(HERE.parents[1] / "src")])
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(blocked=blocked)],
-        env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths},
-        preexec_fn=(lambda: os.sched_setaffinity(0, {0})) if cores == 1 else None,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.strip()
+digest = functools.partial(printed, SCRIPT)
 
 
 @pytest.fixture(scope="module")

@@ -116,18 +116,9 @@ def anneal(
             span = first[block + 1] - begin
             line = line_of[begin + draw(state, span)]
             rank = target_rank(
-                block,
-                line,
-                first,
-                line_of,
-                owner,
-                line_first,
-                line_block,
-                assign,
-                counts,
-                ranks,
-                state,
-            )
+                block, line, first, line_of, owner, line_first, line_block, assign, counts,
+                ranks, state,
+            )  # fmt: skip
             if rank == old:
                 continue
             if missing(block, rank, ranks, first, line_of, counts) > 1 and draw(state, 8) != 0:
@@ -140,83 +131,27 @@ def anneal(
                 if other < 0 or pinned[other] == 1:
                     continue
             cost = price(
-                block,
-                rank,
-                weight,
-                first,
-                line_of,
-                owner,
-                size_in,
-                size_out,
-                assign,
-                counts,
-                recv,
-                send,
-                load,
-                rule,
-            )
+                block, rank, weight, first, line_of, owner, size_in, size_out, assign, counts,
+                recv, send, load, rule,
+            )  # fmt: skip
             if other < 0 and cost > limit:
                 continue
             move(
-                block,
-                rank,
-                weight,
-                first,
-                line_of,
-                owner,
-                size_in,
-                size_out,
-                assign,
-                after,
-                before,
-                cursor,
-                counts,
-                recv,
-                send,
-                load,
-                state,
-                rule,
-            )
+                block, rank, weight, first, line_of, owner, size_in, size_out, assign, after,
+                before, cursor, counts, recv, send, load, state, rule,
+            )  # fmt: skip
             if other >= 0:
                 cost += price(
-                    other,
-                    old,
-                    weight,
-                    first,
-                    line_of,
-                    owner,
-                    size_in,
-                    size_out,
-                    assign,
-                    counts,
-                    recv,
-                    send,
-                    load,
-                    rule,
-                )
+                    other, old, weight, first, line_of, owner, size_in, size_out, assign,
+                    counts, recv, send, load, rule,
+                )  # fmt: skip
                 back = cost > limit
                 if back:
                     other = block
                 move(
-                    other,
-                    old,
-                    weight,
-                    first,
-                    line_of,
-                    owner,
-                    size_in,
-                    size_out,
-                    assign,
-                    after,
-                    before,
-                    cursor,
-                    counts,
-                    recv,
-                    send,
-                    load,
-                    state,
-                    rule,
-                )
+                    other, old, weight, first, line_of, owner, size_in, size_out, assign, after,
+                    before, cursor, counts, recv, send, load, state, rule,
+                )  # fmt: skip
                 if back:
                     continue
             if (
