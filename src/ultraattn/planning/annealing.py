@@ -25,6 +25,7 @@ from ultraattn.planning.moves import (
     TOTAL,
     compiled,
     draw,
+    inlined,
     move,
     price,
 )
@@ -34,7 +35,7 @@ MOVES = 48
 """Of 64 proposals those that move a block; the others exchange it for one of the other rank."""
 
 
-@compiled
+@inlined
 def _count_over(recv: Any, send: Any, state: Any, rule: Any) -> None:
     """Counts the receives and sends over the goal anew, after the goal changed."""
     over, goal = 0, rule[GOAL]
@@ -43,7 +44,7 @@ def _count_over(recv: Any, send: Any, state: Any, rule: Any) -> None:
     state[OVER_GOAL] = over
 
 
-@compiled
+@inlined
 def _keep(best: Any, assign: Any, recv: Any, send: Any, load: Any, state: Any, rule: Any) -> None:
     """Keeps an assignment that reaches the goal if it is better, and lowers the goal below it."""
     volume = 0

@@ -14,8 +14,8 @@ else. `square` with the mean volume for T evens the volumes out, the largest fir
 all of them together: it is what finds small volumes where some ranks own much busier chunks than
 others.
 
-Arrays are handed on one by one: compiled code counts references to every array of a tuple that it
-unpacks, which takes half of the time.
+Arrays are handed on one by one, and those that hold numbers of things have 32 bits, so that more of
+them stay near.
 
 Lines of block b are line_of[first[b]:first[b + 1]], its row and its columns. A line has an owner
 and sizes that go in and out. A rank's blocks are a ring (after, before) that cursor points into, -1
@@ -38,9 +38,23 @@ except ImportError:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+# Without counting references (`_nrt`), which took half of the time: whoever calls a loop holds all
+# of its arrays, and nothing is allocated inside.
+_OPTIONS: dict[str, Any] = {"nogil": True, "_nrt": False}
+
+
 def compiled(function: F) -> F:
     """`function` compiled, or as it is where numba is missing."""
-    return _njit(cache=True, nogil=True)(function) if COMPILED else function  # type: ignore[return-value]
+    if not COMPILED:
+        return function
+    return _njit(cache=True, **_OPTIONS)(function)  # type: ignore[no-any-return]
+
+
+def inlined(function: F) -> F:
+    """`function` compiled into its callers: a call would pass each array as seven numbers."""
+    if not COMPILED:
+        return function
+    return _njit(forceinline=True, **_OPTIONS)(function)  # type: ignore[no-any-return]
 
 
 # Places in `state`, the scalars that change during a run.
@@ -60,7 +74,7 @@ MOST = 1 << 18
 """Largest volume over the target that is squared, in coarse sizes: the energy keeps to 64 bits."""
 
 
-@compiled
+@inlined
 def draw(state: Any, count: int) -> int:
     """A number below `count`: xorshift of 32 bits, the same on every machine."""
     x = state[RANDOM]
@@ -71,7 +85,7 @@ def draw(state: Any, count: int) -> int:
     return (x * count) >> 32  # type: ignore[no-any-return]
 
 
-@compiled
+@inlined
 def _steep(volume: int, rule: Any) -> int:
     """The energy of a receive or a send that is so far over the target."""
     if volume <= 0:
@@ -80,7 +94,7 @@ def _steep(volume: int, rule: Any) -> int:
     return volume * rule[HARD] + coarse * coarse * rule[SQUARE]  # type: ignore[no-any-return]
 
 
-@compiled
+@inlined
 def _over(rank: int, more_recv: int, more_send: int, recv: Any, send: Any, rule: Any) -> int:
     """The change of energy of a rank's volumes if they changed so."""
     r, s = recv[rank] - rule[TARGET], send[rank] - rule[TARGET]
@@ -88,7 +102,7 @@ def _over(rank: int, more_recv: int, more_send: int, recv: Any, send: Any, rule:
     return change + _steep(s + more_send, rule) - _steep(s, rule)
 
 
-@compiled
+@inlined
 def price(
     block: int,
     rank: int,
@@ -176,7 +190,7 @@ def price(
     return delta
 
 
-@compiled
+@inlined
 def _shift(
     rank: int, more_recv: int, more_send: int, recv: Any, send: Any, state: Any, goal: int
 ) -> None:
@@ -188,7 +202,7 @@ def _shift(
     state[OVER_GOAL] += int(s + more_send > goal) - int(s > goal)
 
 
-@compiled
+@inlined
 def move(
     block: int,
     rank: int,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ultraattn.planning.moves import compiled, draw
+from ultraattn.planning.moves import draw, inlined
 
 
-@compiled
+@inlined
 def missing(block: int, rank: int, ranks: int, first: Any, line_of: Any, counts: Any) -> int:
     """How many lines of a block a rank would have to fetch for it."""
     missing = 0
@@ -20,7 +20,7 @@ def missing(block: int, rank: int, ranks: int, first: Any, line_of: Any, counts:
     return missing
 
 
-@compiled
+@inlined
 def target_rank(
     block: int,
     line: int,
@@ -52,7 +52,7 @@ def target_rank(
     return rank  # type: ignore[no-any-return]
 
 
-@compiled
+@inlined
 def partner(
     rank: int,
     old: int,

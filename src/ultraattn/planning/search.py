@@ -23,10 +23,15 @@ def _seed(number: int) -> int:
     return ((z ^ (z >> 31)) & 0xFFFFFFFF) or 1
 
 
-def _native(values: Ints | Sequence[int]) -> Any:
+def _native(values: Ints | Sequence[int], dtype: type[np.signedinteger[Any]] = np.int64) -> Any:
     """An array where the inner loop is compiled, else a list, which plain Python reads faster."""
-    array = np.ascontiguousarray(values, dtype=np.int64)
+    array = np.ascontiguousarray(values, dtype=dtype)
     return array if moves.COMPILED else array.tolist()
+
+
+def _places(values: Ints | Sequence[int]) -> Any:
+    """As `_native`, for numbers of blocks, lines and ranks: half as long, and so read faster."""
+    return _native(values, np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,15 +75,15 @@ class Arena:
             problem=problem,
             fixed=(
                 _native(problem.block_weight),
-                _native(starts(block_of, count)),
-                _native(line_of[by_block]),
-                _native(np.concatenate(owner)),
+                _places(starts(block_of, count)),
+                _places(line_of[by_block]),
+                _places(np.concatenate(owner)),
                 _native(size_in),
                 _native(size_out),
-                _native(starts(line_of, many)),
-                _native(block_of[by_line]),
+                _places(starts(line_of, many)),
+                _places(block_of[by_line]),
             ),
-            free=_native(np.flatnonzero(fixed == 0)),
+            free=_places(np.flatnonzero(fixed == 0)),
             pinned=_native(fixed),
             block_line=np.stack([block_of, line_of]),
             line_size=max(1, int((size_in + size_out).mean())),
@@ -191,16 +196,16 @@ def anneal(
     rule[moves.LIGHT] = max(1, rule[moves.HEAVY] // 4)
     rule[moves.SIZE_UNIT], rule[moves.LOWER] = unit, lower
     rule[moves.FOLLOW] = int(follow)
-    kept, scalars = _native(start.copy()), _native(state)
+    kept, scalars = _places(start.copy()), _native(state)
     live = tuple(
-        _native(array)
-        for array in (
-            start.copy(),
-            *_rings(start, problem.ranks),
-            counts,
-            ledger.recv,
-            ledger.send,
-            ledger.load,
+        make(array)
+        for make, array in (
+            (_places, start.copy()),
+            *((_places, ring) for ring in _rings(start, problem.ranks)),
+            (_places, counts),
+            (_native, ledger.recv),
+            (_native, ledger.send),
+            (_native, ledger.load),
         )
     )
     annealing.anneal(
