@@ -1,13 +1,18 @@
 """Simulates `auto` over a grid of cells, beside the best rival and the bound; one JSON line a cell.
 
-    python benchmarks/predict.py --minutes 30                   # resumes where it stopped
+    python benchmarks/predict.py --minutes 30 --processes 2     # resumes where it stopped
     python benchmarks/predict.py --report                       # counts what is there
     python benchmarks/predict.py --plot benchmarks/results/predict.svg
 
 A cell is (mask, ranks, tokens, heads, preset). Cells come in a fixed mixed order, so that the first
-of them are a fair sample of all 1,728; the layouts of a cell are shared between its three presets.
-All times are simulated. `rival_s` is the time that no rival beats over any layout, both passes
-together: that of the best rival where it was simulated, else a floor above the choice.
+of them are a fair sample of all 1,728; the layouts of a cell, and the assignments over them, are
+shared between its three presets. All times are simulated. `rival_s` is the time that no rival beats
+over any layout, both passes together: that of the best rival where it was simulated, else a floor
+above the choice.
+
+Each line names the state of the planner that made it (`state`: a digest of its sources and of the
+presets). Cells of other states are run again, and never counted together: a report or plot is of
+one state, the present one unless `--state` names another, and says how many cells the others have.
 """
 
 from __future__ import annotations
@@ -19,10 +24,14 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import ultraattn
 from ultraattn import masks
 from ultraattn.cluster import Cluster
 from ultraattn.masks import Mask
@@ -46,7 +55,26 @@ TOKENS = (8 * 2**10, 64 * 2**10, 512 * 2**10)
 HEADS = ((32, 32), (32, 8), (8, 1), (1, 1))
 PRESETS = ("a800", "h100", "h200")
 RESULTS = Path(__file__).parent / "results"
+PLANNER = ("chunks.py", "cluster", "masks", "planning", "plans", "simulation", "strategies")
+"""What of the package the times depend on."""
+UNKNOWN = "unknown"
+"""The state of cells from before states were written down."""
 Problem = tuple[str, int, int, tuple[int, int]]
+
+
+def state() -> str:
+    """Names the present planner: equal for equal sources and presets."""
+    package = Path(ultraattn.__file__).parent
+    files = sorted(
+        path
+        for name in PLANNER
+        for path in ([package / name] if name.endswith(".py") else (package / name).rglob("*"))
+        if path.suffix in (".py", ".json")
+    )
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def problems() -> list[Problem]:
@@ -72,14 +100,16 @@ def cluster_of(preset: str, ranks: int) -> Cluster:
     return cluster.resize(-(-ranks // node), min(ranks, node))
 
 
-def cells(problem: Problem, effort: str) -> Iterator[dict[str, Any]]:
+def cells(
+    problem: Problem, effort: str, presets: Sequence[str] = PRESETS
+) -> Iterator[dict[str, Any]]:
     """The cell of each preset."""
     name, ranks, tokens, (heads, kv_heads) = problem
     mask = mask_of(name, tokens)
     shape = Shape(tokens, tokens, heads, kv_heads, 128, 128, "bfloat16", 128**-0.5)
     options = TileOptions(effort=Effort(effort))
     made: dict[int, list[Setting]] = {}
-    for preset in PRESETS:
+    for preset in presets:
         begin = time.process_time()
         cluster = cluster_of(preset, ranks)
         if cluster.align not in made:
@@ -99,7 +129,7 @@ def cells(problem: Problem, effort: str) -> Iterator[dict[str, Any]]:
         times = [part.predicted_s or 0.0 for part in parts.values()]
         yield {
             "mask": name, "ranks": ranks, "tokens": tokens, "heads": heads, "kv_heads": kv_heads,
-            "preset": preset, "effort": effort,
+            "preset": preset, "effort": effort, "state": state(),
             "chosen": [part.strategy for part in parts.values()],
             "layout": choice.made.q_layout.name, "chunks": len(choice.made.q_layout.chunks),
             "forward_s": times[0], "backward_s": times[1], "time_s": sum(times),
@@ -126,7 +156,47 @@ def key(cell: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(cell[n] for n in ("mask", "ranks", "tokens", "heads", "kv_heads", "preset"))
 
 
-def report(found: list[dict[str, Any]]) -> dict[str, Any]:
+def of_state(found: Sequence[dict[str, Any]], which: str) -> list[dict[str, Any]]:
+    """The cells that one state of the planner made."""
+    return [cell for cell in found if cell.get("state", UNKNOWN) == which]
+
+
+def run(
+    out: Path,
+    effort: str,
+    todo: Sequence[tuple[Problem, list[str]]],
+    minutes: float,
+    processes: int,
+) -> None:
+    """Appends the cells of some problems to a file, in their order, until time is up."""
+    end = time.monotonic() + 60 * minutes
+    out.parent.mkdir(exist_ok=True)
+    waiting, count = iter(todo), 0
+    under_way: set[Future[list[dict[str, Any]]]] = set()
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        while True:
+            while len(under_way) < processes and time.monotonic() < end:
+                following = next(waiting, None)
+                if following is None:
+                    break
+                under_way.add(pool.submit(cells_of, following[0], effort, following[1]))
+            if not under_way:
+                return
+            done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+            with out.open("a") as file:
+                for each in done:
+                    made = each.result()
+                    file.writelines(json.dumps(cell) + "\n" for cell in made)
+                    count += len(made)
+                    sys.stderr.write(f"{count} cells, last {key(made[-1])}\n")
+
+
+def cells_of(problem: Problem, effort: str, presets: Sequence[str]) -> list[dict[str, Any]]:
+    """`cells` as a list: what a process hands back."""
+    return list(cells(problem, effort, presets))
+
+
+def report(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Shares and medians over the cells that are there."""
     sparse = [c for c in found if c["mask"] not in DENSE]
     # By more than 0.01 %: sums of rounded times differ by less.
@@ -134,6 +204,7 @@ def report(found: list[dict[str, Any]]) -> dict[str, Any]:
     clearly = [c for c in sparse if c["time_s"] * 1.01 < c["rival_s"]]
     over = [c["time_s"] / c["bound_s"] for c in found if c["bound_s"]]
     gain = [c["rival_s"] / c["time_s"] for c in sparse]
+    seconds = [c["planning_cpu_s"] for c in found]
     # A mesh of one column is rows by direct transfers, which this system plans too.
     level = [c for c in sparse if c["time_s"] == c["rival_s"]]
     rows = [c for c in level if c["rival"] == f"mesh:{c['ranks']}x1"]
@@ -153,6 +224,21 @@ def report(found: list[dict[str, Any]]) -> dict[str, Any]:
         "sparse_over_rival_least": round(min(gain), 4) if gain else None,
         "over_bound_median": round(statistics.median(over), 3) if over else None,
         "losing": losing,
+        "planning_cpu_s_mean": round(statistics.mean(seconds), 2) if seconds else None,
+        "over_bound_median_by": {
+            name: {
+                str(value): round(statistics.median(ratios), 3)
+                for value in dict.fromkeys(c[name] for c in found)
+                if (
+                    ratios := [
+                        c["time_s"] / c["bound_s"]
+                        for c in found
+                        if c[name] == value and c["bound_s"]
+                    ]
+                )
+            }
+            for name in ("mask", "tokens", "heads", "preset")
+        },
         "by_ranks": by_ranks,
     }
 
@@ -168,7 +254,7 @@ def _by_ranks(mine: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def plot(found: list[dict[str, Any]], path: Path) -> None:
+def plot(found: Sequence[dict[str, Any]], path: Path) -> None:
     """Each cell a point: rival over choice (up is faster), by ranks; an SVG of the data alone."""
     width, height, left, bottom = 720, 360, 60, 40
     shade = dict(
@@ -207,30 +293,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "predict.jsonl")
     parser.add_argument("--effort", default="normal", choices=[str(e) for e in Effort])
     parser.add_argument("--most-ranks", type=int, default=max(RANKS))
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--state", default=state(), help="of the report and the plot")
     args = parser.parse_args()
-    found = read(args.out)
     if not args.report and args.plot is None:
-        done = {key(cell) for cell in found}
-        end = time.monotonic() + 60 * args.minutes
-        args.out.parent.mkdir(exist_ok=True)
+        known = {key(cell) for cell in of_state(read(args.out), state())}
+        todo = []
         for problem in problems():
             name, ranks, tokens, heads = problem
-            known = all((name, ranks, tokens, *heads, preset) in done for preset in PRESETS)
-            if known or ranks > args.most_ranks:
-                continue
-            if time.monotonic() > end:
-                break
-            with args.out.open("a") as file:
-                for cell in cells(problem, args.effort):
-                    if key(cell) not in done:
-                        file.write(json.dumps(cell) + "\n")
-                        found.append(cell)
-            sys.stderr.write(f"{len(found)} cells, last {problem}\n")
+            missing = [p for p in PRESETS if (name, ranks, tokens, *heads, p) not in known]
+            if missing and ranks <= args.most_ranks:
+                todo.append((problem, missing))
+        run(args.out, args.effort, todo, args.minutes, args.processes)
+    every = read(args.out)
+    found = of_state(every, args.state)
     if args.plot is not None:
         plot(found, args.plot)
-    sys.stdout.write(json.dumps(report(found), indent=2) + "\n")
+    others = Counter(cell.get("state", UNKNOWN) for cell in every)
+    others.pop(args.state, None)
+    whole = {"state": args.state, **report(found), "cells_of_other_states": dict(others)}
+    sys.stdout.write(json.dumps(whole, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from ultraattn.planning.schedule import (
     schedule,
     to_integer_durations,
 )
-from ultraattn.planning.schedule_bounds import lower_bound, one_stream_bound
+from ultraattn.planning.schedule_bounds import lower_bound, one_stream_bound, stream_bound
 from ultraattn.planning.tiling import Effort
 
 RECEIVE, COMPUTE, SEND, OTHER_RECEIVE = range(4)
@@ -312,7 +312,7 @@ def test_parts_that_repeat_are_scheduled_once(monkeypatch: pytest.MonkeyPatch) -
     streams = [*one.streams.rows(), *([s + 5 for s in row] for row in one.streams.rows())]
     depends = [*one.depends_on.rows(), *([d + count for d in row] for row in DEPENDS)]
     monkeypatch.setattr(
-        schedules, "lower_bound", lambda jobs: made.append(jobs) or lower_bound(jobs)
+        schedules, "stream_bound", lambda *given: made.append(given) or stream_bound(*given)
     )
     found = schedule(Jobs.of([*DURATIONS, *DURATIONS], streams, depends), Effort.FAST)
     assert found.start[:count].tolist() == found.start[count:].tolist()

@@ -40,6 +40,10 @@ MANY_RANKS = 16
 """Over more ranks one assignment of each number of head ranges is levelled; each takes long."""
 
 
+LEVELLED = 2
+"""Assignments of each number of head ranges that are levelled for comparison, over fewer ranks."""
+
+
 @dataclass(frozen=True)
 class TileOptions:
     """How the tile strategy searches."""
@@ -79,6 +83,10 @@ def assign_tiles(pass_: Pass, made: Setting, options: TileOptions) -> Assignment
     Several numbers of head ranges are compared by structured assignments, and the most promising
     is searched with the effort asked for; the result is never worse than any of those.
     """
+    return made.once(("tiles", pass_, options), lambda: _assign_tiles(pass_, made, options))
+
+
+def _assign_tiles(pass_: Pass, made: Setting, options: TileOptions) -> Assignment:
     candidates = [
         _candidate(pass_, made, options, groups) for groups in _group_counts(made, options)
     ]
@@ -98,11 +106,18 @@ def assign_tiles(pass_: Pass, made: Setting, options: TileOptions) -> Assignment
 
 def assign_structured(
     pass_: Pass, made: Setting, options: TileOptions, most: int
-) -> Iterator[Assignment]:
+) -> Sequence[Assignment]:
     """Structured assignments of every number of head ranges, at most so many of each.
 
     Rows, columns, heads and meshes within the load cap, or levelled; those that move least first.
     """
+    name = ("structured", pass_, options, most)
+    return made.once(name, lambda: list(_assign_structured(pass_, made, options, most)))
+
+
+def _assign_structured(
+    pass_: Pass, made: Setting, options: TileOptions, most: int
+) -> Iterator[Assignment]:
     for groups in _group_counts(made, options):
         candidate = _candidate(pass_, made, options, groups)
         if not candidate.blocks:
@@ -110,7 +125,7 @@ def assign_structured(
         pinned = _pinned(candidate, options)
         problem = within_cap(candidate.sized.tiling, pinned, options.strict_cap)
         few = options.effort is Effort.INSTANT or made.q_layout.ranks > MANY_RANKS
-        repairs = 1 if few else 4
+        repairs = 1 if few else LEVELLED
         for found in structured_starts(problem, pinned, repairs=repairs)[:most]:
             volume = found.value[0] / candidate.sized.unit
             yield Assignment(

@@ -33,7 +33,7 @@ DISAPPOINTS = 1.1
 
 MOST_ARRANGED, MOST_ARRANGED_OF_MANY = 4, 2
 """Own candidates of each pass that are arranged before one is chosen; fewer over many ranks."""
-NEAR, NEAR_OF_MANY = 1.25, 1.1
+NEAR, NEAR_OF_MANY = 1.15, 1.1
 """Of these, only those that take at most so many times the best as they are."""
 ROOM_OF_MANY = 1.05
 """Over many ranks own candidates are built where so many times their floor is below the best."""

@@ -17,7 +17,7 @@ promise most of, a candidate or two a pass.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,7 +49,8 @@ TIE = 0.01
 STARTS, STARTS_OF_MANY, STARTS_INSTANT = 8, 4, 2
 """Structured assignments of each number of head ranges that get a floor; fewer over many ranks,
 and at effort instant."""
-SEARCHED_LAYOUTS = 2
+SEARCHED_LAYOUTS, LAYOUTS_NEAR = 2, 1.1
+"""So many layouts are searched, as far as they take at most so many times the best one."""
 HOPELESS, HOPELESS_OF_MANY = 1.25, 1.1
 """Tiles that take so many times the best are not searched any longer; less over many ranks."""
 MOST_STEPS = 16
@@ -102,8 +103,9 @@ def best_passes(settings: Sequence[Setting], where: Where, options: TileOptions)
                 case.settle(best_ns)
                 best_ns = min(best_ns, case.best_ns)
         searched = SEARCHED_LAYOUTS if settings[0].q_layout.ranks <= MANY_RANKS else 1
+        limit_ns = best_ns * LAYOUTS_NEAR
         for case in sorted(cases, key=lambda c: c.best_ns)[:searched]:
-            if case.best_ns < np.inf:
+            if case.best_ns < np.inf and case.best_ns <= limit_ns:
                 _search(case, where, options)
                 for one in case.fields:
                     one.arrange(options.effort)
@@ -198,14 +200,11 @@ def _field(
     assert where.costs is not None
     floors = Floors(pass_, made, where.place.node_of, where.costs)
     one = Field(pass_, made, where, [])
-    first: Assignment | None = None
-    seen: set[bytes] = set()
+    found: dict[bytes, Assignment] = {}
     for assignment in _own_assignments(pass_, made, options):
-        first = first or assignment
-        name = _name(assignment.head_groups, assignment.ranks)
-        if name not in seen:
-            seen.add(name)
-            one.options.append(_own_option(one, floors, columns, assignment, name))
+        found.setdefault(_name(assignment.head_groups, assignment.ranks), assignment)
+    first = next(iter(found.values()), None)
+    one.options += _own_options(one, floors, columns, found)
     for rival in _rivals(made, len(set(where.place.node_of))):
         if options.effort is not Effort.INSTANT or _quick(rival, made):
             one.options.append(_rival_option(one, floors, rival, first))
@@ -224,23 +223,38 @@ def _name(groups: int, ranks: Sequence[int]) -> bytes:
     return np.array([groups, *ranks], dtype=np.int32).tobytes()
 
 
-def _own_option(
+def _own_options(
     one: Field,
     floors: Floors,
     columns: dict[int, Columns],
-    assignment: Assignment,
-    name: bytes,
+    found: Mapping[bytes, Assignment],
     prefix: str = "tile",
+) -> list[Option]:
+    """An option for each assignment; floors of those with equal blocks are found together."""
+    by_groups: dict[int, list[bytes]] = {}
+    for name, assignment in found.items():
+        by_groups.setdefault(assignment.head_groups, []).append(name)
+    least: dict[bytes, float] = {}
+    for groups, names in by_groups.items():
+        if groups not in columns:
+            columns[groups] = Columns.of(found[names[0]].blocks)
+        ranks = np.array([found[name].ranks for name in names], dtype=np.int64)
+        least |= dict(zip(names, floors.directs(columns[groups], ranks).tolist(), strict=True))
+    return [
+        _own_option(one, assignment, name, least[name], prefix)
+        for name, assignment in found.items()
+    ]
+
+
+def _own_option(
+    one: Field, assignment: Assignment, name: bytes, floor_s: float, prefix: str
 ) -> Option:
-    groups = assignment.head_groups
-    if groups not in columns:
-        columns[groups] = Columns.of(assignment.blocks)
-    floor = floors.direct(columns[groups], np.array(assignment.ranks, dtype=np.int64))
-    strategy = "rows" if assignment.origin == "rows" and groups == 1 else "tile"
-    label = strategy if strategy == "rows" else f"{prefix} ({assignment.origin})"
+    rows = assignment.origin == "rows" and assignment.head_groups == 1
+    strategy = "rows" if rows else "tile"
+    label = strategy if rows else f"{prefix} ({assignment.origin})"
     return Option(
         label,
-        floor * 1e9,
+        floor_s * 1e9,
         lambda program: own_pass(one.pass_, strategy, one.made, one.where, assignment, program),
         rival=False,
         same_as=name,
@@ -344,7 +358,7 @@ def _search(case: Case, where: Where, options: TileOptions) -> None:
             name = _name(assignment.head_groups, assignment.ranks)
             if any(o.same_as == name and not o.rival for o in one.options):
                 continue
-            option = _own_option(one, floors, columns, assignment, name, f"tile {variant}")
+            (option,) = _own_options(one, floors, columns, {name: assignment}, f"tile {variant}")
             option.bounded = True
             one.options.append(option)
         one.settle(np.inf)

@@ -38,6 +38,9 @@ MARGIN = 0.97
 """Of the launches of a direct program: it may have more launches than are counted here, which
 tables that are not quite smooth can make faster by a little."""
 
+TOGETHER = 1 << 17
+"""Blocks of all assignments together whose floors are found at once."""
+
 
 @dataclass(frozen=True)
 class Columns:
@@ -58,6 +61,12 @@ class Columns:
             for b in blocks
         ]
         return Columns(*np.array(rows, dtype=np.int64).reshape(-1, 6).T)
+
+    def repeated(self, count: int) -> Columns:
+        """The same blocks so many times, one after another."""
+        if count == 1:
+            return self
+        return Columns(*(np.tile(getattr(self, name), count) for name in self.__dataclass_fields__))
 
     @staticmethod
     def of_grid(made: Setting, heads: int) -> Columns:
@@ -102,31 +111,50 @@ class Floors:
 
     def direct(self, columns: Columns, ranks: Ints) -> float:
         """Seconds at least of the program in which ``ranks[b]`` computes block b."""
-        if not len(ranks):
-            return 0.0
-        return max(self._launches(columns, ranks) * MARGIN, self._streams(columns, ranks))
+        return float(self.directs(columns, ranks[None])[0])
 
-    def _launches(self, columns: Columns, ranks: Ints) -> float:
+    def directs(self, columns: Columns, ranks: Ints) -> Floats:
+        """Of each row of ranks, int64 (assignments, blocks), what `direct` gives."""
+        count, blocks = ranks.shape
+        if not blocks:
+            return np.zeros(count)
+        most = max(1, TOGETHER // blocks)
+        found = [self._directs(columns, ranks[i : i + most]) for i in range(0, count, most)]
+        return np.concatenate(found)
+
+    def _directs(self, columns: Columns, ranks: Ints) -> Floats:
+        """All at once, as if every assignment had ranks of its own."""
+        count = len(ranks)
+        many = columns.repeated(count)
+        ranks = (ranks + np.arange(count)[:, None] * self._ranks).reshape(-1)
+        work = self._launches(many, ranks, count)
+        least: Floats = np.maximum(work * MARGIN, self._streams(many, ranks, count))
+        return least
+
+    def _launches(self, columns: Columns, ranks: Ints, count: int) -> Floats:
         """Kernel seconds of the busiest rank: a launch a foreign chunk, one for all own ones."""
         back = self.pass_ is Pass.BACKWARD
         chunk = columns.kv_chunk if back else columns.q_chunk
         layout = self.made.kv_layout if back else self.made.q_layout
-        own = (self._kv_owner if back else self._q_owner)[chunk] == ranks
+        own = (self._kv_owner if back else self._q_owner)[chunk] == ranks % self._ranks
         wide = len(layout.chunks) + 1
         keys, launch = np.unique(ranks * wide + np.where(own, 0, chunk + 1), return_inverse=True)
         seconds = self._seconds(columns, launch.astype(np.int64), len(keys))
-        return float(np.bincount(keys // wide, weights=seconds).max())
+        total = np.bincount(keys // wide, weights=seconds, minlength=count * self._ranks)
+        busiest: Floats = total.reshape(count, self._ranks).max(axis=1)
+        return busiest
 
-    def _streams(self, columns: Columns, ranks: Ints) -> float:
+    def _streams(self, columns: Columns, ranks: Ints, count: int) -> Floats:
         """Seconds of messages past the busiest stream of any rank."""
-        count, node = self._ranks, np.asarray(self.nodes, dtype=np.int64)
-        busy = np.zeros(4 * count)  # Sending inside, between; receiving inside, between.
+        own, every = self._ranks, self._ranks * count
+        node = np.asarray(self.nodes, dtype=np.int64)
+        busy = np.zeros(4 * every)  # Sending inside, between; receiving inside, between.
         group = self.made.problem.group
         for by_key in (False, True):
             chunk = columns.kv_chunk if by_key else columns.q_chunk
             owner = self._kv_owner if by_key else self._q_owner
             sizes = self._kv_sizes if by_key else self._q_sizes
-            away = np.flatnonzero(owner[chunk] != ranks)
+            away = np.flatnonzero(owner[chunk] != ranks % own)
             start, stop = columns.head_start[away], columns.head_stop[away]
             if by_key:
                 start, stop = start // group, -(-stop // group)
@@ -140,7 +168,8 @@ class Floors:
             heads = np.bincount(message, weights=last - first, minlength=len(pairs))
             there, moved = pairs // len(owner), pairs % len(owner)
             home = owner[moved]
-            far = (node[there] != node[home]).astype(np.int64)
+            far = (node[there % own] != node[home]).astype(np.int64)
+            home = there // own * own + home
             rows = sizes[moved] * heads
             ways = (
                 (MOVED_IN[self.pass_][by_key], home, there),
@@ -148,9 +177,10 @@ class Floors:
             )
             for tensors, source, target in ways:
                 seconds = self._message(rows * self._row(tensors), far)
-                np.add.at(busy, far * count + source, seconds)
-                np.add.at(busy, (2 + far) * count + target, seconds)
-        return float(busy.max())
+                np.add.at(busy, far * every + source, seconds)
+                np.add.at(busy, (2 + far) * every + target, seconds)
+        fullest: Floats = busy.reshape(4, count, own).max(axis=(0, 2))
+        return fullest
 
     # Rivals
 

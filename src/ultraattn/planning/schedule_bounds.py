@@ -177,13 +177,18 @@ def _feeding(jobs: Jobs, on: Sequence[int]) -> dict[int, int]:
     return feeding
 
 
-def lower_bound(jobs: Jobs) -> int:
-    """A makespan below which no schedule of these jobs exists."""
-    heads, tails, duration = heads_of(jobs), tails_of(jobs), jobs.duration.tolist()
+def stream_bound(jobs: Jobs, heads: Sequence[int], tails: Sequence[int]) -> int:
+    """The best bound by heads and tails, and by one stream at a time."""
+    duration = jobs.duration.tolist()
     bound = max((h + p + q for h, p, q in zip(heads, duration, tails, strict=True)), default=0)
     by_stream: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for job, streams in enumerate(jobs.streams.rows()):
         for stream in streams:
             by_stream[stream].append((heads[job], duration[job], tails[job]))
-    bound = max([bound, *(one_stream_bound(group) for group in by_stream.values())])
-    return pivot_bound(jobs, heads, tails, bound)
+    return max([bound, *(one_stream_bound(group) for group in by_stream.values())])
+
+
+def lower_bound(jobs: Jobs) -> int:
+    """A makespan below which no schedule of these jobs exists."""
+    heads, tails = heads_of(jobs), tails_of(jobs)
+    return pivot_bound(jobs, heads, tails, stream_bound(jobs, heads, tails))

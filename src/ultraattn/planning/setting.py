@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ from ultraattn.plans.layout import Layout
 from ultraattn.plans.problem import Problem
 from ultraattn.plans.program import Block
 from ultraattn.plans.storage import canonical
+
+T = TypeVar("T")
 
 MOST_CHUNKS = 128
 """The default partition degree grows no further (a layout's least degree is always allowed)."""
@@ -59,13 +62,20 @@ class Setting:
     kv_layout: Layout
     grid: Grid
     problem: Problem
-    _blocks: dict[int, list[Block]] = field(default_factory=dict)
+    _made: dict[Hashable, Any] = field(default_factory=dict)
 
     def blocks(self, groups: int) -> list[Block]:
-        """The visible blocks with heads in `groups` ranges; made once, not to be written to."""
-        if groups not in self._blocks:
-            self._blocks[groups] = blocks_of(self.grid, self.problem.heads, groups)
-        return self._blocks[groups]
+        """The visible blocks with heads in `groups` ranges; not to be written to."""
+        return self.once(
+            ("blocks", groups), lambda: blocks_of(self.grid, self.problem.heads, groups)
+        )
+
+    def once(self, name: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made once: what knows no costs serves clusters of any costs."""
+        if name not in self._made:
+            self._made[name] = make()
+        known: T = self._made[name]
+        return known
 
 
 def setting(mask: Mask, shape: Shape, q_layout: Layout, kv_layout: Layout) -> Setting:

@@ -12,6 +12,7 @@ sets runs the tile as one launch as large as all of its blocks. The faster kerne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from ultraattn.errors import InputError
 from ultraattn.masks.grid import KIND_ORDER, BlockKind
 from ultraattn.plans.layout import Layout
 from ultraattn.plans.problem import Problem
-from ultraattn.plans.program import TASK_ORDER, Program, TaskKind
+from ultraattn.plans.program import TASK_ORDER, Block, Program, TaskKind
 
 FULL, PARTIAL = KIND_ORDER.index(BlockKind.FULL), KIND_ORDER.index(BlockKind.PARTIAL)
 
@@ -69,6 +70,16 @@ class Tiles:
     kind: Ints
     weight: Ints
     """Visible pairs times heads."""
+
+    @staticmethod
+    def of(blocks: Sequence[Block], launches: Sequence[int] | Ints) -> Tiles:
+        """Block b in launch ``launches[b]``."""
+        rows = [
+            (b.q_chunk, b.kv_chunk, b.head_start, b.head_stop, b.kind.code, b.weight)
+            for b in blocks
+        ]
+        columns = np.array(rows, dtype=np.int64).reshape(-1, 6).T
+        return Tiles(np.asarray(launches, dtype=np.int64), *columns)
 
 
 def launch_seconds(
