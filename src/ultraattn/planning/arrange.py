@@ -31,8 +31,8 @@ from ultraattn.simulation.durations import Tiles, launch_seconds
 MOST_BLOCKS = {Effort.INSTANT: 0, Effort.FAST: 0, Effort.NORMAL: 64, Effort.BEST: 320}
 """Blocks up to which every block is first a launch of its own; else launches stay as they are."""
 MOST_TRIED = 100
-"""Choices of launches to join that are predicted at `normal`, beyond which none is taken back. Of 10
-passes over 8 ranks none was better by more than 0.02 % with 250."""
+"""Choices of launches to join that are predicted at `normal`, beyond which none is taken back. Of
+10 passes over 8 ranks none was better by more than 0.02 % with 250."""
 CLOSE = 1.005
 """What takes at most so many times its busiest rank's work in one launch is joined no further."""
 MOST_JOINED = 10_000

@@ -77,6 +77,8 @@ class Graph:
     partials: dict[int, dict[tuple[Tensor, int, HeadRange], list[int]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
     )
+    # What each rank's own launches wrote.
+    launched: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
 
     # Of each block, by whether keys are asked for: its chunk and its head range.
     chunks: tuple[list[int], list[int]] = ([], [])
@@ -261,6 +263,7 @@ class Graph:
                     )
                     partials[tensor, chunk, heads].append(value)
                     writes.append(value)
+        self.launched[rank].update(writes)
         self.builder.compute(rank, tile, reads, writes, key)
 
     @staticmethod
@@ -317,7 +320,10 @@ class Graph:
         return merged
 
     def merge_results(self) -> None:
-        """One merge for each result chunk and head range at its owner; zeros where nothing is."""
+        """One merge for each result chunk and head range at its owner; zeros where nothing is.
+
+        A chunk that one launch of its owner computes whole needs none: that launch writes it.
+        """
         by_chunk: dict[tuple[Tensor, int], dict[HeadRange, list[int]]] = defaultdict(dict)
         for held in self.partials.values():
             for (tensor, chunk, heads), parts in held.items():
@@ -344,6 +350,11 @@ class Graph:
         if not rows:
             return
         spans = by_chunk.get((group[0], chunk), {})
+        alone = spans.get((0, heads), [])
+        if len(spans) == len(alone) == 1 and alone[0] in self.launched[rank]:
+            # The launch has written the result itself.
+            self.outputs.update(by_chunk[tensor, chunk][0, heads][0] for tensor in group)
+            return
         key = (END, rank, chunk, group[0].code)
         whole = joined(spans)
         for span in whole:
