@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 from pathlib import Path
@@ -49,3 +50,21 @@ def test_a_line_cut_short_is_read_as_not_done(predict: ModuleType, tmp_path: Pat
     cell = {"mask": "full", "ranks": 2}
     file.write_text(json.dumps(cell) + "\n" + json.dumps(cell)[:9])
     assert predict.read(file) == [cell]
+
+
+def test_cells_of_other_states_of_the_planner_are_not_counted(predict: ModuleType) -> None:
+    cells = [{"at": 0}, {"at": 1, "state": "a"}, {"at": 2, "state": "b"}]
+    assert [cell["at"] for cell in predict.of_state(cells, "a")] == [1]
+    assert [cell["at"] for cell in predict.of_state(cells, predict.UNKNOWN)] == [0]
+    assert predict.state() == predict.state()
+
+
+def test_processes_give_the_cells_that_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARK.parent))
+    predict = importlib.import_module("predict")
+    file = tmp_path / "cells.jsonl"
+    predict.run(file, "fast", [(("full", 2, 8192, (1, 1)), ["h100"])], 1.0, 1)
+    (cell,) = predict.of_state(predict.read(file), predict.state())
+    assert predict.key(cell) == ("full", 2, 8192, 1, 1, "h100")
