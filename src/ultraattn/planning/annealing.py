@@ -16,6 +16,7 @@ from ultraattn.planning.moves import (
     HEAVY,
     IMPROVED,
     LIGHT,
+    LINES,
     LOAD_EXCESS,
     LOWER,
     OVER_GOAL,
@@ -31,8 +32,10 @@ from ultraattn.planning.moves import (
 )
 from ultraattn.planning.proposals import missing, partner, target_rank
 
-MOVES = 48
-"""Of 64 proposals those that move a block; the others exchange it for one of the other rank."""
+MOVES = 46
+"""Of 64 proposals those that move a block. The others exchange it for one of the other rank, but
+for the last few (rule[LINES]): these move all that a rank has of a row or column, every second of
+them in exchange for all that the other rank has of one."""
 
 
 @inlined
@@ -42,6 +45,21 @@ def _count_over(recv: Any, send: Any, state: Any, rule: Any) -> None:
     for rank in range(len(recv)):
         over += int(recv[rank] > goal) + int(send[rank] > goal)
     state[OVER_GOAL] = over
+
+
+@inlined
+def _take_line(
+    line: int, old: int, rank: int, line_first: Any, line_block: Any, assign: Any, pinned: Any,
+    todo: Any, count: int,
+) -> int:  # fmt: skip
+    """Adds to what is to do that all of a line that `old` has goes to `rank`; the new count."""
+    for k in range(line_first[line], line_first[line + 1]):
+        block = line_block[k]
+        if assign[block] == old and pinned[block] == 0:
+            todo[2 * count] = block
+            todo[2 * count + 1] = rank
+            count += 1
+    return count
 
 
 @inlined
@@ -83,6 +101,7 @@ def anneal(
     live: Any,
     state: Any,
     rule: Any,
+    todo: Any,
 ) -> None:
     """`steps` proposals at each heat; the best assignment that reaches the goal ends in `best`.
 
@@ -94,11 +113,13 @@ def anneal(
         odds: 1024 values of -log(u) scaled by 2**16: a proposal that costs `delta` is taken when
             ``delta <= heat * odds[random] >> 16``.
         free: the blocks that may move; pinned: 1 for those that may not.
+        todo: room for (block, rank) pairs, twice as long as there are blocks, and at least 4.
     """
     weight, first, line_of, owner, size_in, size_out, line_first, line_block = fixed
     assign, after, before, cursor, counts, recv, send, load = live
     ranks = len(recv)
     movable = len(free)
+    whole = 64 - rule[LINES]
     _count_over(recv, send, state, rule)
     if state[OVER_GOAL] == 0 and state[LOAD_EXCESS] == 0:
         _keep(best, assign, recv, send, load, state, rule)
@@ -126,35 +147,53 @@ def anneal(
                 continue
             chance = draw(state, 65536)
             limit = (heat * odds[chance >> 6]) >> 16
-            other = -1
-            if chance & 63 >= MOVES:
+            kind = chance & 63
+            count = 1
+            todo[0] = block
+            todo[1] = rank
+            if kind >= MOVES:
                 other = partner(rank, old, first, line_of, after, cursor, counts, ranks, state)
-                if other < 0 or pinned[other] == 1:
-                    continue
-            cost = price(
-                block, rank, weight, first, line_of, owner, size_in, size_out, assign, counts,
-                recv, send, load, rule,
-            )  # fmt: skip
-            if other < 0 and cost > limit:
-                continue
-            move(
-                block, rank, weight, first, line_of, owner, size_in, size_out, assign, after,
-                before, cursor, counts, recv, send, load, state, rule,
-            )  # fmt: skip
-            if other >= 0:
+                if kind < whole:
+                    if other < 0 or pinned[other] == 1:
+                        continue
+                    todo[2] = other
+                    todo[3] = old
+                    count = 2
+                else:
+                    line = line_of[begin + draw(state, span)]
+                    count = _take_line(
+                        line, old, rank, line_first, line_block, assign, pinned, todo, 0
+                    )
+                    if kind & 1 == 1 and other >= 0:
+                        begin = first[other]
+                        line = line_of[begin + draw(state, first[other + 1] - begin)]
+                        count = _take_line(
+                            line, rank, old, line_first, line_block, assign, pinned, todo, count
+                        )
+            # All but the last are made before their price is known, and unmade if it is too high.
+            cost = 0
+            for k in range(count):
+                block = todo[2 * k]
+                rank = todo[2 * k + 1]
                 cost += price(
-                    other, old, weight, first, line_of, owner, size_in, size_out, assign,
+                    block, rank, weight, first, line_of, owner, size_in, size_out, assign,
                     counts, recv, send, load, rule,
                 )  # fmt: skip
-                back = cost > limit
-                if back:
-                    other = block
+                if k == count - 1 and cost > limit:
+                    break
+                todo[2 * k + 1] = assign[block]
                 move(
-                    other, old, weight, first, line_of, owner, size_in, size_out, assign, after,
+                    block, rank, weight, first, line_of, owner, size_in, size_out, assign, after,
                     before, cursor, counts, recv, send, load, state, rule,
                 )  # fmt: skip
-                if back:
-                    continue
+            if cost > limit:
+                for k in range(count - 2, -1, -1):
+                    move(
+                        todo[2 * k], todo[2 * k + 1], weight, first, line_of, owner, size_in,
+                        size_out, assign, after, before, cursor, counts, recv, send, load, state,
+                        rule,
+                    )  # fmt: skip
+                continue
             if (
                 state[OVER_GOAL] == 0
                 and state[LOAD_EXCESS] == 0

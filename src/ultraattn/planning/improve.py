@@ -2,8 +2,9 @@
 
 A search is rounds of two stages. The first anneals several starts, each in its own style; the
 second anneals the best outcomes again, from a low heat. Runs of a stage do not see each other, so
-they share the cores without changing the outcome. Fine grids are first solved coarse (`coarse`),
-many ranks first as groups of ranks (`grouped`), tight caps first under a looser cap (`repair`).
+they share the cores without changing the outcome. Fine grids are first solved coarse (`coarse`) and
+then only annealed from a low heat, many ranks first as groups of ranks (`grouped`). A run that ends
+over the cap is levelled (`repair`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,6 +26,9 @@ from ultraattn.planning.repair import repair
 from ultraattn.planning.search import Arena, Style, anneal
 from ultraattn.planning.starts import Found, structured_starts
 
+Given = TypeVar("Given")
+Result = TypeVar("Result")
+
 # Groups of ranks (height, width), where many ranks are planned as groups first.
 GROUPS = ((2, 4), (4, 2), (4, 4), (2, 2))
 MANY_RANKS = 32
@@ -32,31 +37,30 @@ FINE_BLOCKS, MIDDLE_BLOCKS = 36, 15
 HALF_COARSE_RANKS = 16
 ROUNDS = 64
 
-# Without weight on all traffic (soft=0) few ranks reach the least volume; many need its pull. With
-# many, volumes that are pressed only below the best known stay near it: BALANCE evens all of them
-# out instead (squares over the mean), and mostly ends lower; FREE wins where few must be busy.
-FREE = Style(hot=120, cold=30, hard=6, heavy=3, soft=0)
-PLAY = Style(hot=60, cold=30, hard=3, heavy=3, soft=0)
-COOL = Style(hot=40, cold=8, hard=6, heavy=3, soft=0)
-EVEN = Style(hot=50, cold=8, hard=6, heavy=3, soft=1)
-CALM = Style(hot=20, cold=6, hard=6, heavy=3, soft=1)
-BALANCE = Style(hot=140, cold=8, hard=0, heavy=3, soft=1, square=2)
-SETTLE = Style(hot=40, cold=8, hard=0, heavy=3, soft=1, square=2)
+# Volumes that are pressed only below the best known stay near it (COOL): it finds the least volume
+# of few ranks, and of many where a few must be busy. BALANCE evens all volumes out instead (squares
+# over the mean), and ends lower where many ranks are alike: a short run of each tells which.
+FREE = Style(hot=120, cold=30, hard=6, heavy=3, soft=0, lines=8)
+PLAY = Style(hot=60, cold=30, hard=3, heavy=3, soft=0, lines=8)
+COOL = Style(hot=40, cold=8, hard=6, heavy=3, soft=0, lines=8)
+EVEN = Style(hot=50, cold=8, hard=6, heavy=3, soft=1, lines=8)
+CALM = Style(hot=20, cold=6, hard=6, heavy=3, soft=1, lines=8)
+BALANCE = Style(hot=140, cold=8, hard=0, heavy=3, soft=1, square=2, lines=4)
+SETTLE = Style(hot=40, cold=8, hard=0, heavy=3, soft=1, square=2, lines=4)
 
-# Style of each run of the two stages, and whether it runs under a looser cap where that is tight;
-# of the proposals of many ranks most go into the first stage.
-FEW = (((FREE, False), (PLAY, False), (FREE, True), (PLAY, False)), (COOL, PLAY, CALM, COOL))
-MANY = (((FREE, False), (BALANCE, False)), (COOL, SETTLE))
+# Styles of the runs of both stages, with few ranks and with many.
+HOT: tuple[Style, ...] = (COOL, FREE, EVEN, PLAY)
+THEN = (COOL, PLAY, CALM, COOL)
+TRIED_MANY, THEN_MANY = (BALANCE, COOL), (COOL, SETTLE)
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One annealing to do: from where, how, and whether under a looser cap first."""
+    """One annealing to do: from where, and how."""
 
     start: Found
     style: Style
     seed: int
-    loose: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,18 +71,12 @@ class Level:
     pinned: Ints
     bound: int
     arena: Arena
-    loose: Arena | None
 
     @staticmethod
     def make(problem: TilingProblem, pinned: Ints, bound: int) -> Level:
-        """A looser cap is tried where the slack over all ranks is below half a block a rank."""
+        """Lays out the arrays of the inner loop once."""
         arena = Arena.make(problem, (pinned != NO_RANK).astype(np.int64))
-        heaviest = int(problem.block_weight.max())
-        slack = problem.cap * problem.ranks - problem.total_weight
-        loose = None
-        if 2 * slack < heaviest * problem.ranks:
-            loose = replace(arena, problem=problem.with_cap(problem.cap + heaviest))
-        return Level(problem, pinned, bound, arena, loose)
+        return Level(problem, pinned, bound, arena)
 
 
 def _found(level: Level, assignment: Ints) -> Found:
@@ -91,10 +89,9 @@ def _spread(level: Level, value: Value, ranks: Ints) -> Found:
 
 def _run(level: Level, run: Run, proposals: int) -> Found:
     """The better of the run's start and what it finds; an end over the cap is levelled."""
-    arena = level.loose if run.loose and level.loose is not None else level.arena
     ranks = run.start.assignment[level.problem.weight > 0]
     found = anneal(
-        arena,
+        level.arena,
         ranks,
         run.style,
         ROUNDS,
@@ -104,23 +101,21 @@ def _run(level: Level, run: Run, proposals: int) -> Found:
         best=(run.start.value, ranks),
     )
     best = run.start
-    ends = [found.last] if arena is level.arena else [found.ranks, found.last]
-    if arena is level.arena and found.value != best.value:
+    if found.value != best.value:
         best = _spread(level, found.value, found.ranks)
-    for end in ends:
-        fixed = repair(level.problem, level.problem.spread(end), level.pinned)
-        if fixed is not None:
-            best = min(best, _found(level, fixed), key=lambda f: f.value)
+    fixed = repair(level.problem, level.problem.spread(found.last), level.pinned)
+    if fixed is not None:
+        best = min(best, _found(level, fixed), key=lambda f: f.value)
     return best
 
 
-def _together(work: Callable[[Run], Found], runs: Sequence[Run]) -> list[Found]:
-    """Results in the order of `runs`, on as many threads as there are cores."""
+def _together(work: Callable[[Given], Result], given: Sequence[Given]) -> list[Result]:
+    """Results in the order of `given`, on as many threads as there are cores."""
     cores = os.cpu_count() or 1
-    if len(runs) < 2 or cores < 2 or not moves.COMPILED:
-        return [work(run) for run in runs]
-    with ThreadPoolExecutor(min(cores, len(runs))) as pool:
-        return list(pool.map(work, runs))
+    if len(given) < 2 or cores < 2 or not moves.COMPILED:
+        return [work(one) for one in given]
+    with ThreadPoolExecutor(min(cores, len(given))) as pool:
+        return list(pool.map(work, given))
 
 
 def _distinct(found: Sequence[Found]) -> list[Found]:
@@ -132,28 +127,37 @@ def _distinct(found: Sequence[Found]) -> list[Found]:
     return kept
 
 
-def _two_stages(
-    level: Level, starts: Sequence[Found], proposals: int, width: int, seed: int
-) -> Found:
-    """One round: `width` runs from the starts, then `width` runs from the best outcomes."""
-    many = level.problem.ranks >= MANY_RANKS
-    hot, calm = MANY if many else FEW
-    hot_share = 8 if many else 5  # in tenths
-    share = max(1, proposals * hot_share // (10 * width))
+def _stages(level: Level, starts: Sequence[Found], proposals: int, width: int, seed: int) -> Found:
+    """One round: `width` runs from the starts, then `width` runs from the best outcomes.
 
-    def first(k: int) -> Run:
-        style, loose = hot[k % len(hot)]
-        return Run(starts[k % len(starts)], style, seed + k, loose)
-
-    outcomes = _together(lambda run: _run(level, run, share), [first(k) for k in range(width)])
+    With many ranks a short run in each of two styles comes before, and then twice as many runs in
+    the style of the better one.
+    """
+    styles, share, count, left = HOT, proposals // 2, width, proposals // 2
+    starts = _distinct(starts)
+    if level.problem.ranks >= MANY_RANKS:
+        runs = [Run(starts[0], style, seed + k) for k, style in enumerate(TRIED_MANY)]
+        tried = _together(lambda run: _run(level, run, proposals // 10), runs)
+        better = min(range(len(TRIED_MANY)), key=lambda k: tried[k].value)
+        starts = _distinct([*starts, *tried])
+        styles, share, count = (TRIED_MANY[better],), proposals * 6 // 10, 2 * width
+        left = proposals // 5
+    runs = [
+        Run(starts[k % len(starts)], styles[k % len(styles)], seed + 10 + k) for k in range(count)
+    ]
+    outcomes = _together(lambda run: _run(level, run, max(1, share // count)), runs)
     best = _distinct([*starts, *outcomes])
+    return _again(level, best, left, width, seed + 30)
+
+
+def _again(level: Level, best: Sequence[Found], proposals: int, width: int, seed: int) -> Found:
+    """`width` runs from a low heat: two from the best, two from the next, and so on."""
     if best[0].value[0] <= level.bound:
         return best[0]
-    share = max(1, proposals * (10 - hot_share) // (10 * width))
-    again = [
-        Run(best[k // 2 % len(best)], calm[k % len(calm)], seed + width + k) for k in range(width)
-    ]
-    return _distinct([best[0], *_together(lambda run: _run(level, run, share), again)])[0]
+    styles = THEN_MANY if level.problem.ranks >= MANY_RANKS else THEN
+    runs = [Run(best[k // 2 % len(best)], styles[k % len(styles)], seed + k) for k in range(width)]
+    share = max(1, proposals // width)
+    return _distinct([best[0], *_together(lambda run: _run(level, run, share), runs)])[0]
 
 
 def _less_traffic(level: Level, best: Found, proposals: int, seed: int) -> Found:
@@ -278,17 +282,22 @@ def improve(
         lifted = _coarse_start(problem, pinned, bound, most, width, rounds)
     if lifted is not None:
         share = proposals - most
-        starts = [lifted, *starts[:1]]
+        starts = [lifted]
         best = min(best, lifted, key=lambda f: f.value)
     elif problem.ranks >= MANY_RANKS:
         meshes = GROUPS[: 2 if rounds == 1 else len(GROUPS)]
-        groups = [_grouped_start(problem, pinned, m, proposals // 20) for m in meshes]
+        groups = _together(
+            lambda mesh: _grouped_start(problem, pinned, mesh, proposals // 20), meshes
+        )
         starts = _distinct([*starts, *(g for g in groups if g is not None)])[:4]
     level = Level.make(problem, pinned, bound)
     for number in range(rounds):
         if best.value[0] <= bound:
             break
         again = [best, *starts] if number else starts
-        found = _two_stages(level, again, share // rounds, width, 1000 * number)
+        if lifted is None:
+            found = _stages(level, again, share // rounds, width, 1000 * number)
+        else:
+            found = _again(level, again, share // rounds, width, 1000 * number)
         best = min(best, found, key=lambda f: f.value)
     return _less_traffic(level, best, share // 10, 999)

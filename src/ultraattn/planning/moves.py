@@ -68,7 +68,8 @@ FOLLOW = 8  # 1: lower the goal with every solution; 0: keep it and lower the to
 LIGHT = 9  # the least HEAVY may become
 GOAL = 10  # the largest volume that counts as a solution
 SQUARE, SIZE_SHIFT = 11, 12  # weight of the squares; sizes are that many bits coarser in them
-RULE_SIZE = 13
+LINES = 13  # of 64 proposals, those that move a whole line of a rank
+RULE_SIZE = 14
 
 MOST = 1 << 18
 """Largest volume over the target that is squared, in coarse sizes: the energy keeps to 64 bits."""

@@ -61,9 +61,8 @@ def repair(problem: TilingProblem, assignment: Ints, pinned: Ints) -> Ints | Non
         if not len(mine):
             return None
         room = problem.cap - load
-        fits = weight[mine][:, None] <= room[None, :]
-        fits[:, worst] = False
-        if not fits.any():
+        able = np.flatnonzero(room >= weight[mine].min())
+        if not len(able):
             pair = _exchange(weight, rank_of, mine, np.flatnonzero(pinned == NO_RANK), room)
             if pair is None:
                 return None
@@ -71,14 +70,14 @@ def repair(problem: TilingProblem, assignment: Ints, pinned: Ints) -> Ints | Non
             put(pair[:1], rank)
             put(pair[1:], worst)
             continue
-        cost = row_cost[:, row[mine]].T + column_cost[:, block[mine, 0], block[mine, 2]].T
-        cost = np.where(fits, cost, np.iinfo(np.int64).max)
+        cost = row_cost[able[:, None], row[mine]]
+        cost += column_cost[able[:, None], block[mine, 0], block[mine, 2]]
+        cost[weight[mine] > room[able][:, None]] = np.iinfo(np.int64).max
         # Among equals the emptiest rank, so that lines can follow each other.
-        cheapest = cost.min()
-        candidates = np.argwhere(cost == cheapest)
-        pick = candidates[int(np.argmax(room[candidates[:, 1]]))]
-        rank = int(pick[1])
-        chosen = mine[pick[0]]
+        cheapest = cost == cost.min()
+        pick = int(np.argmax(np.where(cheapest.any(axis=1), room[able], -1)))
+        rank = int(able[pick])
+        chosen = mine[int(np.argmax(cheapest[pick]))]
         same_row = mine[row[mine] == row[chosen]]
         same_column = mine[
             (block[mine, 2] == block[chosen, 2]) & (block[mine, 0] == block[chosen, 0])

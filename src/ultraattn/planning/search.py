@@ -102,6 +102,7 @@ class Style:
         soft: weight of all traffic.
         square: weight of the squares of volumes over the mean, a line counting as two; then `hard`
             is no volume over the goal but over the mean.
+        lines: of 64 proposals, those that move all that a rank has of a row or column.
     """
 
     hot: int
@@ -110,6 +111,7 @@ class Style:
     heavy: int
     soft: int
     square: int = 0
+    lines: int = 0
 
     def temperatures(self, rounds: int, unit: int) -> list[int]:
         """Falling geometrically from hot to cold."""
@@ -195,7 +197,7 @@ def anneal(
     rule[moves.HEAVY] = ((style.heavy * SOFT * mean) << shift) // heaviest
     rule[moves.LIGHT] = max(1, rule[moves.HEAVY] // 4)
     rule[moves.SIZE_UNIT], rule[moves.LOWER] = unit, lower
-    rule[moves.FOLLOW] = int(follow)
+    rule[moves.FOLLOW], rule[moves.LINES] = int(follow), style.lines
     kept, scalars = _places(start.copy()), _native(state)
     live = tuple(
         make(array)
@@ -219,6 +221,7 @@ def anneal(
         live,
         scalars,
         _native(rule),
+        _places(np.zeros(2 * len(start) + 2, dtype=np.int64)),
     )
     last = np.asarray(live[0], dtype=np.int64)
     if not scalars[moves.IMPROVED]:

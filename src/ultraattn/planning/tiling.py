@@ -47,11 +47,13 @@ class Steps:
     refute_size: int = 0
 
 
+MANY_RANKS = 32
+
 STEPS = {
     Effort.INSTANT: Steps(0, 0, 0, 0, 0.0, 0),
     Effort.FAST: Steps(130_000, 3_000, 2, 1, 0.0, 0),
-    Effort.NORMAL: Steps(2_000_000, 32_000, 4, 1, 0.4, 600),
-    Effort.BEST: Steps(10_000_000, 60_000, 4, 4, 10.0, 6_000, 60.0, 600),
+    Effort.NORMAL: Steps(5_000_000, 80_000, 4, 1, 0.4, 600),
+    Effort.BEST: Steps(50_000_000, 500_000, 4, 4, 10.0, 6_000, 60.0, 600),
 }
 
 
@@ -160,10 +162,12 @@ def solve(
     )
     asked = problem.cap
     problem = within_cap(problem, pinned, strict_cap)
-    found = structured_starts(problem, pinned, repairs=4, further=starts)
+    steps = STEPS[effort]
+    # Levelling takes long with many ranks, where the search leaves little of a start.
+    repairs = 2 if steps.proposals and problem.ranks >= MANY_RANKS else 4
+    found = structured_starts(problem, pinned, repairs, further=starts)
     best = found[0]
     bound = lower_bound(problem, best.value[0])
-    steps = STEPS[effort]
     if steps.proposals and best.value[0] > bound:
         from ultraattn.planning.improve import improve
 
