@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from ultraattn import masks
-from ultraattn.cli.options import PlanOptions, cluster_of, make_plan, mask_of, tokens
+from ultraattn.cli.arguments import cluster_of, make_plan, mask_of, tokens
+from ultraattn.cli.options import PlanOptions
 from ultraattn.errors import InputError
 
 Call = Callable[..., tuple[int, str, str]]

@@ -127,3 +127,12 @@ print(f"{best:.3f}", file=sys.stderr)
     done = python("-c", script)
     assert done.returncode == 0, done.stderr
     assert float(done.stderr.strip().splitlines()[-1]) < 2.0
+
+
+def test_inputs_are_kept_between_the_passes_where_asked(call: Call):
+    again, kept = (
+        json.loads(call("plan", *SMALL, "--mask", "full", *option, "--json")[1])
+        for option in ((), ("--keep-received",))
+    )
+    assert again["kept_bytes"] == 0 < kept["kept_bytes"]
+    assert kept["backward"]["total_bytes"] < again["backward"]["total_bytes"]

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from ultraattn.cli import run as run_module
+from ultraattn.cli.arguments import make_plan
 from ultraattn.cli.layer import Text, inputs
-from ultraattn.cli.options import PlanOptions, make_plan
+from ultraattn.cli.options import PlanOptions
 from ultraattn.cli.run import Job, Report, read_text
 from ultraattn.cli.steps import Steps
 from ultraattn.errors import InputError, RunError

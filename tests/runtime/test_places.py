@@ -92,9 +92,9 @@ def test_early_final_merges_follow_what_they_read_and_change_nothing_else():
     moved = 0
     for rank in range(4):
         loaded = plan.for_rank(rank)
-        for pass_, program in ((Pass.FORWARD, loaded.forward), (Pass.BACKWARD, loaded.backward)):
-            plain = steps_of(pass_, program, plan.problem.widths, 0)
-            early = steps_of(pass_, program, plan.problem.widths, 0, early=True)
+        for pass_ in Pass:
+            plain = steps_of(pass_, loaded, 0)
+            early = steps_of(pass_, loaded, 0, early=True)
             assert early.receives == plain.receives
             order = [step.task.index for step in early.steps]
             assert sorted(order) == [step.task.index for step in plain.steps]

@@ -14,6 +14,7 @@ import ultraattn as ua
 from tests.exactness.ranks import packed, shard_all
 from ultraattn import masks
 from ultraattn.plans import Plan
+from ultraattn.runtime import operators
 from ultraattn.runtime.session import session_of
 
 TIMEOUT_S = 60.0
@@ -268,9 +269,9 @@ def operator_checks(rank: int, plan: Plan):
     """torch's own checks of the two operators: schema, fake, autograd, AOT dispatch."""
     attention = make(plan)
     q, k, v, dout = leaves(plan, rank)
-    out, lse = torch.ops.ultraattn.attention(q, k, v, attention._handle)
+    out, lse, kept = torch.ops.ultraattn.attention(q, k, v, attention._handle)
     first = torch.library.opcheck(torch.ops.ultraattn.attention, (q, k, v, attention._handle))
-    detached = [x.detach() for x in (q, k, v, out, lse)]
+    detached = [x.detach() for x in (q, k, v, out, lse, kept)]
     second = torch.library.opcheck(
         torch.ops.ultraattn.attention_backward, (dout, None, *detached, attention._handle)
     )
@@ -374,3 +375,15 @@ def other_batch(rank: int, plan: Plan, culprit: int, timeout_s: float):
     except ua.UltraAttnError as error:
         text = f"{type(error).__name__}: {error}"
     return time.monotonic() - start, text
+
+
+def kept_elements(rank: int, plan: Plan):
+    """What a call saves for backward beyond its inputs and results, with gradients and without."""
+    attention = make(plan)
+    q, k, v, _ = leaves(plan, rank)
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, id):
+        attention(q, k, v)
+    with torch.no_grad():
+        _, _, kept = operators.attend(q, k, v, attention._handle)
+    return saved[-1], kept.numel()

@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ultraattn.cli.options import PlanOptions, make_plan, plan_of, takes_options
+from ultraattn.cli.arguments import make_plan, plan_of
+from ultraattn.cli.options import PlanOptions, takes_options
 from ultraattn.cli.steps import Steps
 from ultraattn.errors import RunError, UltraAttnError
 from ultraattn.plans import Plan

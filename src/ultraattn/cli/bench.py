@@ -19,8 +19,9 @@ from rich import box
 from rich.table import Table
 
 from ultraattn import __version__
+from ultraattn.cli.arguments import reason
 from ultraattn.cli.group import started_by_torchrun, torchrun_group
-from ultraattn.cli.options import DEFAULTS, PlanOptions, reason
+from ultraattn.cli.options import DEFAULTS, PlanOptions
 from ultraattn.cli.predict import Prediction, predict
 from ultraattn.cli.run import joined, read_text
 from ultraattn.cli.steps import Steps

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from ultraattn.cli.options import reason
+from ultraattn.cli.arguments import reason
 from ultraattn.cli.steps import Steps
 from ultraattn.cluster import Cluster
 from ultraattn.errors import InputError

@@ -9,7 +9,8 @@ from rich import box
 from rich.table import Table
 
 from ultraattn import planning
-from ultraattn.cli.options import PlanOptions, arguments_of, mask_of
+from ultraattn.cli.arguments import arguments_of, mask_of
+from ultraattn.cli.options import PlanOptions
 from ultraattn.cli.steps import Steps
 from ultraattn.errors import InputError
 from ultraattn.plans import Plan

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ultraattn.cli.arguments import make_plan, plan_of, reason
 from ultraattn.cli.group import started_by_torchrun, torchrun_group
-from ultraattn.cli.options import DEFAULTS, PlanOptions, make_plan, plan_of, reason
+from ultraattn.cli.options import DEFAULTS, PlanOptions
 from ultraattn.cli.steps import Steps
 from ultraattn.errors import InputError, RunError
 from ultraattn.plans import Plan

@@ -8,7 +8,7 @@ messages are joined by when they can run (`coarsen`) and where the cluster's cos
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from ultraattn.planning.dependency_graph import build_finest
 from ultraattn.planning.fusion import Fuser, How, groups_like
 from ultraattn.planning.fusion_candidates import KernelLimits
 from ultraattn.planning.fusion_costs import cost_of, durations_of, quantum_of, task_seconds
+from ultraattn.planning.graph import Held
 from ultraattn.planning.schedule import schedule
 from ultraattn.planning.schedule_program import jobs_of, reorder
 from ultraattn.planning.tiling import Effort
@@ -63,6 +64,7 @@ class Arranger:
         kv_layout: chunks of keys.
         nodes: the node of each rank.
         costs: of the cluster.
+        held: what ranks hold before the pass begins.
     """
 
     pass_: Pass
@@ -71,6 +73,7 @@ class Arranger:
     kv_layout: Layout
     nodes: Sequence[int]
     costs: Costs
+    held: Held = field(default_factory=dict)
 
     def best(
         self, blocks: Sequence[Block], ranks: Sequence[int], by_arrival: Program, effort: Effort
@@ -121,7 +124,7 @@ class Arranger:
             return []
         if fastest(quick).time_ns <= CLOSE * self._work_s(blocks, ranks) * 1e9:
             return []
-        finest = build_finest(*self._given, blocks, ranks)
+        finest = build_finest(*self._given, blocks, ranks, self.held)
         found = []
         if len(finest.tasks.rank) <= MOST_TASKS[effort]:
             found.append(self.scheduled(finest, ("launches: a block each",), effort))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ultraattn.planning.graph import Graph
+from ultraattn.planning.graph import NOTHING_HELD, Graph, Held
 from ultraattn.plans.builder import ProgramBuilder
 from ultraattn.plans.layout import Layout
 from ultraattn.plans.passes import Pass
@@ -24,9 +24,11 @@ def build_finest(
     nodes: Sequence[int],
     blocks: Sequence[Block],
     ranks: Sequence[int],
+    held: Held = NOTHING_HELD,
 ) -> Program:
     """As `build_program`, with one launch a block."""
-    graph = _Finest(pass_, problem, q_layout, kv_layout, ProgramBuilder(problem, nodes), ranks)
+    builder = ProgramBuilder(problem, nodes)
+    graph = _Finest(pass_, problem, q_layout, kv_layout, builder, ranks, held)
     graph.add_blocks(blocks)
     graph.send_inputs()
     graph.compute()

@@ -34,6 +34,10 @@ Lines = list[tuple[int, list[Group]]]
 Piece = tuple[int, int, tuple[int, ...]]
 """First and last head of what is there, and a value of each tensor that moves with it."""
 
+Held = Mapping[tuple[int, Tensor, int], Sequence[HeadRange]]
+"""Heads of inputs that a rank holds before a pass begins, all rows, by (rank, tensor, chunk)."""
+NOTHING_HELD: Held = {}
+
 START, INPUTS, WORK, END = range(4)
 """Phases of the order of issue."""
 
@@ -46,9 +50,14 @@ def build_program(
     nodes: Sequence[int],
     blocks: Sequence[Block],
     ranks: Sequence[int],
+    held: Held = NOTHING_HELD,
 ) -> Program:
-    """The program of one pass in which ``ranks[b]`` computes ``blocks[b]``, by direct transfers."""
-    graph = Graph(pass_, problem, q_layout, kv_layout, ProgramBuilder(problem, nodes), ranks)
+    """The program of one pass in which ``ranks[b]`` computes ``blocks[b]``, by direct transfers.
+
+    What ranks hold before the pass begins (`held`) is not sent to them.
+    """
+    builder = ProgramBuilder(problem, nodes)
+    graph = Graph(pass_, problem, q_layout, kv_layout, builder, ranks, held)
     graph.add_blocks(blocks)
     graph.send_inputs()
     graph.compute()
@@ -66,6 +75,7 @@ class Graph:
     kv_layout: Layout
     builder: ProgramBuilder
     ranks: Sequence[int]
+    held: Held = field(default_factory=dict)
     outputs: set[int] = field(default_factory=set)
     # The owner's whole value of an input tensor, by (tensor, chunk).
     owned: dict[tuple[Tensor, int], int] = field(default_factory=dict)
@@ -135,7 +145,7 @@ class Graph:
                 whole = tuple(self.own(tensor, chunk) for tensor in self.moving(by_key))
                 every = self.problem.kv_heads if by_key else self.problem.heads
                 self.at[rank, by_key, chunk].append((0, every, whole))
-            else:
+            elif not self._keep_chunk(rank, by_key, chunk, runs(needs[rank, by_key, chunk])):
                 step = (owner - rank) % self.q_layout.ranks
                 queue[rank].append((step, chunk, by_key))
         for rank in sorted(queue):
@@ -144,19 +154,48 @@ class Graph:
                 spans = runs(needs[rank, by_key, chunk])
                 self._send_chunk(rank, by_key, chunk, spans, (INPUTS, step, chunk, int(by_key)))
 
+    def _keep_chunk(self, rank: int, by_key: bool, chunk: int, spans: list[HeadRange]) -> bool:
+        """Whether a rank holds all that it needs of a chunk; then it reads it where it stands."""
+        tensors = self.moving(by_key)
+        if not all(self._holds(rank, t, chunk, span) for t in tensors for span in spans):
+            return False
+        for start, stop in spans:
+            values = tuple(self._kept(rank, tensor, chunk, (start, stop)) for tensor in tensors)
+            self.at[rank, by_key, chunk].append((start, stop, values))
+        return True
+
+    def _holds(self, rank: int, tensor: Tensor, chunk: int, span: HeadRange) -> bool:
+        held = self.held.get((rank, tensor, chunk), ())
+        return any(start <= span[0] and span[1] <= stop for start, stop in held)
+
+    def _kept(self, rank: int, tensor: Tensor, chunk: int, span: HeadRange) -> int:
+        """Heads of an input that a rank holds before the pass begins."""
+        rows = len(self.layout(tensor.by_key).chunks[chunk])
+        return self.builder.value(Value(tensor, chunk, 0, rows, *span, rank))
+
     def _send_chunk(
         self, rank: int, by_key: bool, chunk: int, heads: list[HeadRange], key: Key
     ) -> None:
         reads = []
         arrived: list[list[int]] = [[] for _ in heads]
+        kept: set[int] = set()
         for tensor in self.moving(by_key):
-            source = self.own(tensor, chunk)
-            reads.append(source)
+            held = [span for span in heads if self._holds(rank, tensor, chunk, span)]
+            source = -1
+            if len(held) < len(heads):
+                source = self.own(tensor, chunk)
+                reads.append(source)
             for span, values in zip(heads, arrived, strict=True):
-                values.append(self.builder.part(source, rank, span))
+                if span in held:
+                    values.append(self._kept(rank, tensor, chunk, span))
+                    kept.add(values[-1])
+                else:
+                    values.append(self.builder.part(source, rank, span))
         for (start, stop), values in zip(heads, arrived, strict=True):
             self.at[rank, by_key, chunk].append((start, stop, tuple(values)))
         writes = [value for each in zip(*arrived, strict=True) for value in each]
+        if kept:
+            writes = [value for value in writes if value not in kept]
         self.builder.transfer(self.layout(by_key).owners[chunk], reads, writes, key)
 
     # Tiles

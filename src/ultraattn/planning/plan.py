@@ -9,7 +9,7 @@ from ultraattn.cluster import Cluster
 from ultraattn.enums import StrEnum
 from ultraattn.errors import InputError
 from ultraattn.masks import Lengths, Mask
-from ultraattn.planning import layers
+from ultraattn.planning import keeping, layers
 from ultraattn.planning.assign import TileOptions, assign_tiles
 from ultraattn.planning.choose import best_passes
 from ultraattn.planning.collecting import no_collecting
@@ -64,6 +64,7 @@ def plan(
     effort: str = Effort.NORMAL,
     units: str = Units.BYTES,
     pin_diagonal: bool = False,
+    keep_received: bool = False,
 ) -> Plan:
     """Plans one attention, forward and backward.
 
@@ -92,6 +93,9 @@ def plan(
         effort: instant, fast, normal or best: how many steps the search takes.
         units: what sizes, bounds and proofs are stated in: bytes, or paper.
         pin_diagonal: keep diagonal blocks on their owners, for comparison with the paper's code.
+        keep_received: let backward read again the queries, keys and values that a rank received in
+            forward, where that is faster: less traffic, for memory that is held between the passes
+            (`Plan.kept_bytes`, one batch entry and one layer).
 
     Raises:
         InputError: an argument cannot be served; says what was given, expected, and to do.
@@ -124,6 +128,8 @@ def plan(
     else:
         made = most_promising(candidates, options)
         forward, backward = (plan_pass(pass_, strategy, made, where, options) for pass_ in Pass)
+    if keep_received:
+        backward = keeping.keep_received(made, where, forward, backward, options.effort)
     whole = Plan(
         made.problem,
         where.place,

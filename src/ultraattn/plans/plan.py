@@ -14,10 +14,11 @@ import numpy as np
 from ultraattn.chunks import Ints
 from ultraattn.errors import InputError
 from ultraattn.masks import Mask, from_spec
-from ultraattn.plans.account import Account, account
+from ultraattn.plans.account import Account, account, value_bytes
 from ultraattn.plans.check import check_program
 from ultraattn.plans.check.mask import check_mask
 from ultraattn.plans.columns import ByContent
+from ultraattn.plans.kept import Kept, kept_of, kept_values
 from ultraattn.plans.layout import Layout
 from ultraattn.plans.passes import Pass
 from ultraattn.plans.problem import Problem
@@ -106,6 +107,7 @@ class RankPlan(ByContent):
     kv_layout: Layout
     forward: RankProgram
     backward: RankProgram
+    kept: Kept
     digest: str
 
 
@@ -148,6 +150,20 @@ class Plan(ByContent):
         """Work, traffic and memory of the backward pass."""
         return account(self.problem, self.backward.program, self.place.node_of)
 
+    @cached_property
+    def kept_bytes(self) -> Ints:
+        """Bytes that each rank keeps from forward to backward, for one batch entry: (ranks,)."""
+        sizes = value_bytes(self.problem, self.backward.program)
+        total = np.zeros(self.ranks, dtype=np.int64)
+        kept = self._kept >= 0
+        np.add.at(total, self.backward.program.values.rank[kept], sizes[kept])
+        return total
+
+    @cached_property
+    def _kept(self) -> Ints:
+        programs = self.forward.program, self.backward.program
+        return kept_values(*programs, self.q_layout, self.kv_layout)
+
     def account(self, pass_: Pass) -> Account:
         """Work, traffic and memory of a pass."""
         return self.forward_account if pass_ is Pass.FORWARD else self.backward_account
@@ -183,6 +199,7 @@ class Plan(ByContent):
                 self.kv_layout,
                 self.place.node_of,
                 self.pass_plan(pass_).program,
+                self.forward.program if pass_ is Pass.BACKWARD else None,
             )
         if self.problem.mask:
             self.check_mask(from_spec(json.loads(self.problem.mask)))
@@ -210,6 +227,7 @@ class Plan(ByContent):
             self.kv_layout,
             rank_program(self.forward.program, rank),
             rank_program(self.backward.program, rank),
+            kept_of(rank, self._kept, self.backward.program),
             self.digest,
         )
 
@@ -289,6 +307,7 @@ class Plan(ByContent):
             "chunks": len(self.q_layout.chunks),
             **both[Pass.FORWARD],
             "digest": self.digest,
+            "kept_bytes": int(self.kept_bytes.max(initial=0)),
             "backward": both[Pass.BACKWARD],
         }
 
@@ -332,6 +351,9 @@ class Plan(ByContent):
                 + ("" if time is None else f", {time * 1e3:.3f} ms simulated")
             )
             lines += [f"  {note}" for note in part.notes]
+        kept = int(self.kept_bytes.max(initial=0))
+        if kept:
+            lines.append(f"kept from forward to backward: {kept:,} bytes on the fullest rank")
         return "\n".join(lines)
 
     def _layout(self, keys: bool) -> Layout:

@@ -21,7 +21,7 @@ from ultraattn.runtime.execute import Execution
 from ultraattn.runtime.graphs import Replays
 from ultraattn.runtime.kernels import check_name
 from ultraattn.runtime.kernels.standin import nonzero_rows
-from ultraattn.runtime.pieces import DTYPES
+from ultraattn.runtime.pieces import DTYPES, Between, Own
 from ultraattn.runtime.rehearsal import rehearsal_of
 from ultraattn.runtime.session import Session, as_group, session_of
 from ultraattn.runtime.steps import steps_of
@@ -99,8 +99,7 @@ class Attention(torch.nn.Module):
         self._steps = {
             pass_: steps_of(
                 pass_,
-                rank_plan.forward if pass_ is Pass.FORWARD else rank_plan.backward,
-                plan.problem.widths,
+                rank_plan,
                 tags=len(plan.pass_plan(pass_).program.tasks.rank),
                 early=self._session.device.type == "cuda",
             )
@@ -110,7 +109,7 @@ class Attention(torch.nn.Module):
         self._most_bytes = {pass_: most_bytes(plan, pass_) if placed else 0 for pass_ in Pass}
         self._expected = expected_inputs(plan, self._session.rank, self._session.device)
         self._timeout_s = timeout_s
-        self._rehearsed: set[tuple[Pass, int, frozenset[Tensor]]] = set()
+        self._rehearsed: set[tuple[Pass, int, frozenset[Tensor | Between]]] = set()
         device = self._session.device
         if graph and device.type != "cuda":
             raise InputError(f"graph=True on {device}: graphs are of CUDA; leave it out")
@@ -182,7 +181,7 @@ class Attention(torch.nn.Module):
             hint = HINTS.get(name, "it is unknown; expected query, key, value and return_lse")
             raise InputError(f"argument {name!r} of Attention: {hint}")
         self._check(query, key, value)
-        out, lse = operators.attend(query, key, value, self._handle)
+        out, lse, _ = operators.attend(query, key, value, self._handle)
         return (out, lse) if return_lse else out
 
     def _check(self, query: Array, key: Array, value: Array) -> None:
@@ -223,21 +222,32 @@ class Attention(torch.nn.Module):
 
     # Called by the operators, on real tensors.
 
-    def run_forward(self, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
-        """One forward pass over the group: out and LSE."""
+    @property
+    def kept_elements(self) -> int:
+        """Elements of what a forward pass keeps for its backward, for one batch entry."""
+        kept = self._steps[Pass.FORWARD].kept
+        return kept.bytes // DTYPES[self.plan.problem.dtype].itemsize
+
+    def run_forward(
+        self, query: Array, key: Array, value: Array, keep: bool
+    ) -> tuple[Array, Array, Array]:
+        """One forward pass over the group: out, LSE, and what to `keep` for backward (flat)."""
         p = self.plan.problem
         batch, _, rows, _ = query.shape
         out = query.new_empty((batch, p.heads, rows, p.value_dim))
         lse = query.new_empty((batch, p.heads, rows), dtype=operators.lse_dtype(query.dtype))
-        own = {
+        kept = self._steps[Pass.FORWARD].kept.empty(query, batch if keep else 0)
+        own: Own = {
             Tensor.Q: query,
             Tensor.K: key,
             Tensor.V: value,
             Tensor.O: out,
             Tensor.LSE: lse,
         }
+        if kept.numel():
+            own[Between.KEPT] = kept
         self._execute(Pass.FORWARD, own, batch)
-        return out, lse
+        return out, lse, kept
 
     def run_backward(
         self,
@@ -248,10 +258,11 @@ class Attention(torch.nn.Module):
         value: Array,
         out: Array,
         lse: Array,
+        kept: Array,
     ) -> tuple[Array, Array, Array]:
         """One backward pass over the group: dQ, dK, dV."""
         grads = [x.new_empty(x.shape) for x in (query, key, value)]
-        own = {
+        own: Own = {
             Tensor.Q: query,
             Tensor.K: key,
             Tensor.V: value,
@@ -262,6 +273,8 @@ class Attention(torch.nn.Module):
             Tensor.DK: grads[1],
             Tensor.DV: grads[2],
         }
+        if kept.numel():
+            own[Between.KEPT] = kept
         if dlse is not None:
             own[Tensor.DELTA] = dlse
             if dout.device.type == "cuda":
@@ -269,7 +282,7 @@ class Attention(torch.nn.Module):
         self._execute(Pass.BACKWARD, own, query.shape[0])
         return grads[0], grads[1], grads[2]
 
-    def _execute(self, pass_: Pass, own: dict[Tensor, Array], batch: int) -> None:
+    def _execute(self, pass_: Pass, own: Own, batch: int) -> None:
         if self._replays is not None and batch:
             self._session.refuse_if_failed()
             self._replays(pass_, own, batch)
@@ -281,7 +294,7 @@ class Attention(torch.nn.Module):
                 self._steps[pass_], call, self._timeout_s, self._size(pass_, batch)
             )
 
-    def _run_tasks(self, pass_: Pass, own: dict[Tensor, Array], batch: int) -> None:
+    def _run_tasks(self, pass_: Pass, own: Own, batch: int) -> None:
         kind = (pass_, batch, frozenset(own))
         if self._session.device.type == "cuda" and kind not in self._rehearsed:
             self._rehearsed.add(kind)
@@ -293,7 +306,7 @@ class Attention(torch.nn.Module):
         """Bytes of places that a call has in each direction."""
         return batch * self._most_bytes[pass_]
 
-    def _run_on(self, session: Session, pass_: Pass, own: dict[Tensor, Array], batch: int) -> None:
+    def _run_on(self, session: Session, pass_: Pass, own: Own, batch: int) -> None:
         session.transport.begin(self._size(pass_, batch))
         session.workspace.user = weakref.ref(self)
         with torch.no_grad():
@@ -339,9 +352,7 @@ def most_bytes(plan: Plan, pass_: Pass) -> int:
     """The most bytes that one rank sends to another in a pass, for one batch entry, with gaps."""
     directions: dict[tuple[int, int], int] = defaultdict(int)
     for rank in range(plan.ranks):
-        rank_plan = plan.for_rank(rank)
-        part = rank_plan.forward if pass_ is Pass.FORWARD else rank_plan.backward
-        for message in steps_of(pass_, part, plan.problem.widths, 0).receives:
+        for message in steps_of(pass_, plan.for_rank(rank), 0).receives:
             size = -(-message.room.bytes // ALIGN_BYTES) * ALIGN_BYTES
             directions[message.peer, rank] += size
     return max(directions.values(), default=0)

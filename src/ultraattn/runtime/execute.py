@@ -15,10 +15,10 @@ from torch import Tensor as Array
 
 from ultraattn.errors import RunError
 from ultraattn.plans.layout import Layout
+from ultraattn.plans.passes import Pass
 from ultraattn.plans.program import Collective, CollectiveOp, Compute, Local, LocalOp, Merge
-from ultraattn.plans.tensors import Tensor
 from ultraattn.runtime.copies import copy
-from ultraattn.runtime.pieces import Pieces, part_of
+from ultraattn.runtime.pieces import Between, Own, Pieces, part_of
 from ultraattn.runtime.reduce import delta, fill, join_parts, merge
 from ultraattn.runtime.session import Session
 from ultraattn.runtime.steps import Message, Room, Step, Steps
@@ -39,7 +39,8 @@ class Execution:
         session: the group's transport, workspace and watch.
         steps: what this rank does.
         layouts: of queries and of keys.
-        own: the caller's tensors, inputs and results, (batch, heads, local tokens, width).
+        own: the caller's tensors, inputs and results, (batch, heads, local tokens, width), and
+            what is kept from forward to backward, where anything is.
         batch: batch entries.
         tiles: computes launches.
         timeout_s: the longest that a wait for a peer may last.
@@ -51,7 +52,7 @@ class Execution:
         session: Session,
         steps: Steps,
         layouts: tuple[Layout, Layout],
-        own: dict[Tensor, Array],
+        own: Own,
         batch: int,
         tiles: Tiles,
         timeout_s: float,
@@ -65,6 +66,10 @@ class Execution:
         self._call = call
         self._values = steps.program.values
         self._pieces = Pieces(own, *layouts, self._values, steps.widths, batch)
+        self._kept = own.get(Between.KEPT)
+        if self._kept is not None and steps.pass_ is Pass.BACKWARD:
+            for number, tensor in steps.kept.views(self._kept, batch):
+                self._pieces.stand(number, tensor)
         self._tag = 0
         self._posted = 0
         self._arrived = 0
@@ -148,6 +153,7 @@ class Execution:
             self._wait(index)
         if step.writes:
             self._fill(step)
+            self._keep(step.writes)
         self._free(step.frees)
 
     def _beside(self, step: Step) -> None:
@@ -231,6 +237,12 @@ class Execution:
             handle.wait(self._timeout_s)
         self._receives[index] = None
         self._arrived += 1
+        self._keep(message.room.numbers)
+
+    def _keep(self, numbers: tuple[int, ...]) -> None:
+        """Copies what backward reads again of values that are there now."""
+        if self._kept is not None and self._steps.pass_ is Pass.FORWARD:
+            self._steps.kept.fill(self._kept, numbers, self._pieces)
 
     def _send(self, message: Message) -> None:
         """Starts to send values side by side: each to its place at the peer, or packed."""

@@ -17,11 +17,12 @@ from torch import Tensor as Array
 
 from ultraattn.plans.passes import Pass
 from ultraattn.plans.tensors import Tensor
+from ultraattn.runtime.pieces import Between, Own
 from ultraattn.runtime.transports import Transport
 
-Run = Callable[[Pass, dict[Tensor, Array], int], None]
-Key = tuple[Pass, int, frozenset[Tensor]]
-Places = tuple[tuple[Tensor, int, tuple[int, ...]], ...]
+Run = Callable[[Pass, Own, int], None]
+Key = tuple[Pass, int, frozenset[Tensor | Between]]
+Places = tuple[tuple[Tensor | Between, int, tuple[int, ...]], ...]
 
 DIRECT_AFTER = 3
 """Calls with the same tensors at the same places after which they get a graph of their own."""
@@ -30,8 +31,8 @@ MOST_DIRECT = 16
 MOST_SEEN = 1024
 """Places that are remembered; a caller that never comes back to one costs no more than these."""
 
-RESULTS = {
-    Pass.FORWARD: (Tensor.O, Tensor.LSE),
+RESULTS: dict[Pass, tuple[Tensor | Between, ...]] = {
+    Pass.FORWARD: (Tensor.O, Tensor.LSE, Between.KEPT),
     Pass.BACKWARD: (Tensor.DQ, Tensor.DK, Tensor.DV),
 }
 
@@ -39,7 +40,7 @@ RESULTS = {
 @dataclass
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    static: dict[Tensor, Array]
+    static: Own
     """What it reads and writes in place of the caller's tensors; empty where it uses these."""
     bytes_sent: int
     bytes_received: int
@@ -73,7 +74,7 @@ class Replays:
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._done.record()
 
-    def __call__(self, pass_: Pass, own: dict[Tensor, Array], batch: int) -> None:
+    def __call__(self, pass_: Pass, own: Own, batch: int) -> None:
         """As `run`: results are written into the tensors of `own`."""
         if torch.cuda.is_current_stream_capturing():
             self._run(pass_, own, batch)
@@ -93,17 +94,18 @@ class Replays:
         found.graph.replay()
         if found.static:
             for tensor in RESULTS[pass_]:
-                own[tensor].copy_(found.static[tensor])
+                if tensor in own:
+                    own[tensor].copy_(found.static[tensor])
         self._done.record(here)
         self._transport.bytes_sent += found.bytes_sent
         self._transport.bytes_received += found.bytes_received
 
-    def _run(self, pass_: Pass, own: dict[Tensor, Array], batch: int) -> None:
+    def _run(self, pass_: Pass, own: Own, batch: int) -> None:
         run = self._run_of()
         assert run is not None  # the owner is in a call
         run(pass_, own, batch)
 
-    def _directly(self, key: Key, own: dict[Tensor, Array]) -> _Captured | None:
+    def _directly(self, key: Key, own: Own) -> _Captured | None:
         """The graph of the tensors where they stand, once they were seen there often enough."""
         places = tuple((tensor, x.data_ptr(), x.stride()) for tensor, x in own.items())
         found = self._direct.get((key, places))
@@ -115,9 +117,7 @@ class Replays:
         found = self._direct[key, places] = self._capture(key, own, {})
         return found
 
-    def _capture(
-        self, key: Key, own: dict[Tensor, Array], static: dict[Tensor, Array]
-    ) -> _Captured:
+    def _capture(self, key: Key, own: Own, static: Own) -> _Captured:
         """A graph of the pass on `static`, after a run on it to warm up, or on `own`."""
         pass_, batch, _ = key
         links = self._transport

@@ -21,8 +21,14 @@ from ultraattn.errors import InputError
 class Runner(Protocol):
     """What the operators call: `ultraattn.runtime.attention.Attention`."""
 
-    def run_forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Out and LSE."""
+    @property
+    def kept_elements(self) -> int:
+        """Elements of what forward keeps for backward, for one batch entry."""
+
+    def run_forward(
+        self, query: Tensor, key: Tensor, value: Tensor, keep: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Out, LSE, and what forward keeps for backward: empty unless asked to `keep` it."""
 
     def run_backward(
         self,
@@ -33,6 +39,7 @@ class Runner(Protocol):
         value: Tensor,
         out: Tensor,
         lse: Tensor,
+        kept: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK, dV."""
 
@@ -64,9 +71,11 @@ def _runner(number: int) -> Runner:
 
 
 @torch.library.custom_op("ultraattn::attention", mutates_args=())
-def attention(query: Tensor, key: Tensor, value: Tensor, handle: int) -> tuple[Tensor, Tensor]:
-    """Distributed attention of the module that `handle` names: out and LSE."""
-    return _runner(handle).run_forward(query, key, value)
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, handle: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Distributed attention of the module that `handle` names: out, LSE, what backward needs."""
+    return _runner(handle).run_forward(query, key, value, True)
 
 
 @torch.library.custom_op("ultraattn::attention_backward", mutates_args=())
@@ -78,19 +87,21 @@ def attention_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    kept: Tensor,
     handle: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attention`: dQ, dK, dV."""
-    return _runner(handle).run_backward(dout, dlse, query, key, value, out, lse)
+    return _runner(handle).run_backward(dout, dlse, query, key, value, out, lse, kept)
 
 
 @attention.register_fake
 def _attention_fake(
     query: Tensor, key: Tensor, value: Tensor, handle: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, rows, _ = query.shape
     out = query.new_empty((batch, heads, rows, value.shape[3]))
-    return out, query.new_empty((batch, heads, rows), dtype=lse_dtype(query.dtype))
+    lse = query.new_empty((batch, heads, rows), dtype=lse_dtype(query.dtype))
+    return out, lse, query.new_empty(batch * _runner(handle).kept_elements)
 
 
 @attention_backward.register_fake
@@ -102,6 +113,7 @@ def _attention_backward_fake(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    kept: Tensor,
     handle: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
@@ -111,37 +123,43 @@ def _attention_backward_fake(
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> None:
     query, key, value, ctx.handle = inputs
     ctx.runner = _runners.get(ctx.handle)  # keeps the module alive until its backward pass
     ctx.save_for_backward(query, key, value, *output)
+    ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
 
 
 def _backward(
-    ctx: Any, dout: Tensor | None, dlse: Tensor | None
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, dkept: None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-    query, key, value, out, lse = ctx.saved_tensors
+    query, key, value, out, lse, kept = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    dq, dk, dv = attention_backward(dout, dlse, query, key, value, out, lse, ctx.handle)
+    dq, dk, dv = attention_backward(dout, dlse, query, key, value, out, lse, kept, ctx.handle)
     return dq, dk, dv, None
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, handle: int) -> tuple[Tensor, Tensor]:
-    """As `attention`, without an operator's dispatch where nobody needs to see the operator."""
+def attend(query: Tensor, key: Tensor, value: Tensor, handle: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `attention`, without an operator's dispatch where nobody needs to see the operator.
+
+    Keeps nothing for backward where there will be none.
+    """
     if not _plain(query, key, value):
-        found: tuple[Tensor, Tensor] = attention(query, key, value, handle)
+        found: tuple[Tensor, Tensor, Tensor] = attention(query, key, value, handle)
         return found
     if torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad
     ):
-        out, lse = _Attend.apply(query, key, value, handle)  # type: ignore[no-untyped-call]
-        return out, lse
-    return _runner(handle).run_forward(query, key, value)
+        out, lse, kept = _Attend.apply(query, key, value, handle)  # type: ignore[no-untyped-call]
+        return out, lse, kept
+    return _runner(handle).run_forward(query, key, value, False)
 
 
 def _plain(*tensors: Tensor) -> bool:
@@ -160,17 +178,18 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, handle: int
-    ) -> tuple[Tensor, Tensor]:
-        found = _runner(handle).run_forward(query, key, value)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        found = _runner(handle).run_forward(query, key, value, True)
         _setup_context(ctx, (query, key, value, handle), found)
         return found
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, dout: Tensor | None, dlse: Tensor | None
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None, dkept: None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, out, lse, kept = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        return *_runner(ctx.handle).run_backward(dout, dlse, query, key, value, out, lse), None
+        runner = _runner(ctx.handle)
+        return *runner.run_backward(dout, dlse, query, key, value, out, lse, kept), None

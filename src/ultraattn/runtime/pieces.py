@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor as Array
 
+from ultraattn.enums import StrEnum
 from ultraattn.plans.layout import Layout
 from ultraattn.plans.program import Value
 from ultraattn.plans.tensors import SUMMED, Tensor, Widths
@@ -19,6 +20,17 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+class Between(StrEnum):
+    """A tensor of a call that is no input and no result of attention."""
+
+    KEPT = "kept"
+    """What one rank keeps from forward to backward: flat, in the plan's dtype."""
+
+
+Own = dict[Tensor | Between, Array]
+"""The tensors of a call by name: the caller's, and what is kept."""
 
 
 def value_bytes(value: Value, widths: Widths, batch: int) -> int:
@@ -64,7 +76,7 @@ class Pieces:
     theirs in place.
     """
 
-    own: dict[Tensor, Array]
+    own: Own
     q_layout: Layout
     kv_layout: Layout
     values: Mapping[int, Value]

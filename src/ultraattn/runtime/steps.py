@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from ultraattn.plans.account import collective_moves, parts_of
 from ultraattn.plans.passes import Pass
-from ultraattn.plans.plan import RankProgram
+from ultraattn.plans.plan import RankPlan, RankProgram
 from ultraattn.plans.program import (
     Collective,
     CollectiveOp,
@@ -34,6 +34,7 @@ from ultraattn.plans.program import (
     Value,
 )
 from ultraattn.plans.tensors import Widths
+from ultraattn.runtime.keeping import Keeping
 from ultraattn.runtime.pieces import message_order, value_bytes
 
 
@@ -111,28 +112,29 @@ class Steps:
     """Rooms that no step frees, since nothing reads them."""
     tags: int
     """Message tags that a call needs: tasks of the pass, all ranks together."""
+    kept: Keeping
+    """What stands from forward to backward: forward fills it, backward reads it."""
 
 
-def steps_of(
-    pass_: Pass, program: RankProgram, widths: Widths, tags: int, *, early: bool = False
-) -> Steps:
-    """The steps of one rank's program.
+def steps_of(pass_: Pass, plan: RankPlan, tags: int, *, early: bool = False) -> Steps:
+    """The steps of one rank in one pass.
 
     Args:
-        pass_: its pass.
-        program: what the rank loads of it.
-        widths: of its tensors.
+        pass_: the pass.
+        plan: what the rank loads of the plan.
         tags: tasks of the pass, all ranks together.
         early: final merges stand right behind the last launch that they need, for a device that
             runs them beside later launches; else in the order of the program.
     """
-    return _Maker(pass_, program, widths, tags).make(early)
+    return _Maker(pass_, plan, tags).make(early)
 
 
 class _Maker:
-    def __init__(self, pass_: Pass, program: RankProgram, widths: Widths, tags: int) -> None:
-        self.pass_, self.program, self.widths, self.tags = pass_, program, widths, tags
+    def __init__(self, pass_: Pass, plan: RankPlan, tags: int) -> None:
+        self.pass_, self.widths, self.tags = pass_, plan.problem.widths, tags
+        self.program = program = plan.forward if pass_ is Pass.FORWARD else plan.backward
         self.rank, self.values = program.rank, program.values
+        self.kept = Keeping.of(plan.kept, self.widths)
         self.rooms: list[Room] = []
         self.room_of: dict[int, int] = {}
         self.receives: list[Message] = []
@@ -172,6 +174,7 @@ class _Maker:
             outputs=outputs,
             left=tuple(sorted(set(self.room_of.values()) - set(last))),
             tags=self.tags,
+            kept=self.kept,
         )
 
     def step(self, task: Task) -> Step:

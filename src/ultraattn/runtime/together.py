@@ -23,6 +23,7 @@ from ultraattn.plans.tensors import Tensor
 from ultraattn.runtime.attention import mask_of
 from ultraattn.runtime.execute import Execution
 from ultraattn.runtime.merge import accumulate_dtype
+from ultraattn.runtime.pieces import Between, Own
 from ultraattn.runtime.session import Session
 from ultraattn.runtime.steps import steps_of
 from ultraattn.runtime.streams import SideStream
@@ -120,15 +121,10 @@ class Together:
         ]
         found, rank_plans = mask_of(plan, mask), [plan.for_rank(r) for r in range(plan.ranks)]
         self._tiles = [Tiles(rank_plan, found, kernel, self.device) for rank_plan in rank_plans]
-        widths = plan.problem.widths
+        self._kept: list[Array | None] = [None] * plan.ranks
         self._steps = {
             pass_: [
-                steps_of(
-                    pass_,
-                    rank_plan.forward if pass_ is Pass.FORWARD else rank_plan.backward,
-                    widths,
-                    tags=len(plan.pass_plan(pass_).program.tasks.rank),
-                )
+                steps_of(pass_, rank_plan, tags=len(plan.pass_plan(pass_).program.tasks.rank))
                 for rank_plan in rank_plans
             ]
             for pass_ in Pass
@@ -149,7 +145,11 @@ class Together:
             own[Tensor.O] = q.new_empty(shape)
             own[Tensor.LSE] = q.new_empty(shape[:3], dtype=accumulate_dtype(q.dtype))
             owns.append(own)
+            kept = self._steps[Pass.FORWARD][rank].kept
+            if kept.bytes:
+                own[Between.KEPT] = kept.empty(q, len(q))
         self._run(Pass.FORWARD, owns)
+        self._kept = [own.get(Between.KEPT) for own in owns]
         out = self.plan.unshard([own[Tensor.O] for own in owns], dim=2)
         return out, self.plan.unshard([own[Tensor.LSE] for own in owns], dim=2)
 
@@ -157,7 +157,10 @@ class Together:
     def backward(
         self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array
     ) -> tuple[Array, Array, Array]:
-        """dQ, dK, dV of whole tensors, from the results of `forward`."""
+        """dQ, dK, dV of whole tensors, from the results of `forward`.
+
+        Where the plan keeps inputs (`Plan.kept_bytes`), they are those of the last `forward`.
+        """
         given = {
             Tensor.Q: q, Tensor.K: k, Tensor.V: v, Tensor.O: out, Tensor.LSE: lse, Tensor.DO: dout
         }  # fmt: skip
@@ -165,6 +168,9 @@ class Together:
         owns = []
         for rank in range(self.plan.ranks):
             own = self._inputs(rank, given)
+            kept = self._kept[rank]
+            if kept is not None:
+                own[Between.KEPT] = kept
             own |= {grad: own[of].new_empty(own[of].shape) for grad, of in grads.items()}
             owns.append(own)
         self._run(Pass.BACKWARD, owns)
@@ -174,13 +180,13 @@ class Together:
         )
         return dq, dk, dv
 
-    def _inputs(self, rank: int, whole: dict[Tensor, Array]) -> dict[Tensor, Array]:
+    def _inputs(self, rank: int, whole: dict[Tensor, Array]) -> Own:
         return {
             tensor: self.plan.shard(x, rank, dim=2, keys=tensor.by_key)
             for tensor, x in whole.items()
         }
 
-    def _run(self, pass_: Pass, owns: list[dict[Tensor, Array]]) -> None:
+    def _run(self, pass_: Pass, owns: list[Own]) -> None:
         layouts = self.plan.q_layout, self.plan.kv_layout
         failures: list[tuple[int, Exception]] = []
         batch = int(owns[0][Tensor.Q].shape[0])

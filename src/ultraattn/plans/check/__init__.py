@@ -34,9 +34,13 @@ def check_program(
     kv_layout: Layout,
     nodes: Sequence[int],
     program: Program,
+    forward: Program | None = None,
 ) -> None:
-    """Raises PlanError, naming the rule and the task or value, where the program is unsound."""
-    facts = Facts(pass_, problem, q_layout, kv_layout, nodes, program)
+    """Raises PlanError, naming the rule and the task or value, where the program is unsound.
+
+    `forward` is the plan's forward program, found sound before: backward may keep inputs of it.
+    """
+    facts = Facts(pass_, problem, q_layout, kv_layout, nodes, program, forward)
     for rule in NUMBER_RULES:
         rule(facts)
     plain = Plain(facts)

@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
+from ultraattn.chunks import Ints
 from ultraattn.errors import PlanError
+from ultraattn.plans.kept import kept_values
 from ultraattn.plans.layout import Layout
 from ultraattn.plans.passes import Pass
 from ultraattn.plans.problem import Problem
@@ -32,6 +36,8 @@ class Facts:
     kv_layout: Layout
     nodes: Sequence[int]
     program: Program
+    forward: Program | None = None
+    """For backward: the plan's forward program, of which it may keep inputs."""
 
     @property
     def blocks(self) -> Sequence[Block]:
@@ -81,6 +87,13 @@ class Facts:
             for index, (chunk, span) in enumerate(rows):
                 lines[by_key, chunk].setdefault(span, []).append(index)
         return lines
+
+    @cached_property
+    def kept(self) -> Ints:
+        """`kept_values` of the pass: int64, (values,)."""
+        if self.forward is None:
+            return np.full(len(self.program.values.rank), -1, dtype=np.int64)
+        return kept_values(self.forward, self.program, self.q_layout, self.kv_layout)
 
     def fail(self, rule: str, text: str) -> PlanError:
         """The error of a rule."""

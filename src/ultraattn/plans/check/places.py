@@ -13,7 +13,7 @@ PARTNER = {Tensor.O: Tensor.LSE, Tensor.LSE: Tensor.O}
 
 
 def values_have_one_source(facts: Facts) -> None:
-    """A value is written by one task, or is an input that its rank owns."""
+    """A value is written by one task, or is an input that its rank owns or keeps from forward."""
     writer: dict[int, int] = {}
     for task in facts.tasks:
         for number in task.writes:
@@ -29,10 +29,11 @@ def values_have_one_source(facts: Facts) -> None:
             continue
         owner = facts.layout(value.tensor).owners[value.chunk]
         owned = value.tensor in facts.pass_.inputs and value.rank == owner
-        if not owned or value.cover or value.wide:
+        if not (owned or facts.kept[index] >= 0) or value.cover or value.wide:
             raise facts.fail(
                 "one source a value",
-                f"nothing writes {value.place()}, and it is no input that the rank owns",
+                f"nothing writes {value.place()}, and it is no input that the rank owns"
+                + (" or keeps from forward" if facts.forward is not None else ""),
             )
 
 

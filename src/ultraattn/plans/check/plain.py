@@ -42,7 +42,8 @@ class Plain(Derived):
         v = self.values
         writers = np.bincount(self.tasks.writes.items, minlength=len(self.by_key))
         given = writers == 0
-        fine = self.among(self.facts.pass_.inputs) & (v.rank == self.owner) & (v.wide == 0)
+        there = (v.rank == self.owner) | (self.facts.kept >= 0)
+        fine = self.among(self.facts.pass_.inputs) & there & (v.wide == 0)
         fine &= np.diff(v.cover.offsets) == 0
         return bool((writers <= 1).all() and fine[given].all())
 
