@@ -39,7 +39,7 @@ from ultraattn.planning.assign import TileOptions
 from ultraattn.planning.choose import best_passes
 from ultraattn.planning.collecting import no_collecting
 from ultraattn.planning.passes import Where
-from ultraattn.planning.plan import settings
+from ultraattn.planning.plan import most_promising, settings, shared
 from ultraattn.planning.setting import Setting, Shape
 from ultraattn.planning.tiling import Effort
 from ultraattn.plans.check import Pass
@@ -108,17 +108,21 @@ def cells(
     mask = mask_of(name, tokens)
     shape = Shape(tokens, tokens, heads, kv_heads, 128, 128, "bfloat16", 128**-0.5)
     options = TileOptions(effort=Effort(effort))
-    made: dict[int, list[Setting]] = {}
+    made: dict[int, tuple[list[Setting], Setting]] = {}
     for preset in presets:
         begin = time.process_time()
         cluster = cluster_of(preset, ranks)
         if cluster.align not in made:
-            made[cluster.align] = settings(
-                mask, shape, cluster, "auto", "auto", None, None, options
-            )
+            both = [
+                settings(mask, shape, cluster, strategy, "auto", None, None, options)
+                for strategy in ("auto", "tile")
+            ]
+            tile = most_promising(shared(both[1], both[0]), options)
+            made[cluster.align] = both[0], tile
         where = Where.of(cluster)
         with no_collecting():
-            choice = best_passes(made[cluster.align], where, options)
+            layouts, tile = made[cluster.align]
+            choice = best_passes(layouts, where, options, tile)
         parts = {Pass.FORWARD: choice.forward, Pass.BACKWARD: choice.backward}
         bounds = [
             bound_s(

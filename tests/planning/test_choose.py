@@ -192,3 +192,29 @@ def test_finer_chunks_are_tried_for_masks_that_leave_much_of_a_chunk_unseen_alon
     assert 4 < halfway < last
     # A rank needs 127 rows of the one before; chunks of 128 rows bring no more than one.
     assert last == 4096 // 128
+
+
+@pytest.mark.parametrize("effort", ["instant", "fast", "normal"])
+@pytest.mark.parametrize(("mask", "place"), CELLS[::2])
+def test_auto_is_never_slower_than_tile_at_the_same_effort(
+    mask: str, place: str, effort: str
+) -> None:
+    chosen, tile = (
+        ua.simulate(planned(MASKS[mask], cluster_of(place), strategy, effort)).makespan_s
+        for strategy in ("auto", "tile")
+    )
+    assert chosen <= tile * (1 + 1e-9)
+
+
+def test_an_instant_choice_over_many_ranks_is_no_slower_than_tile() -> None:
+    cluster = Cluster.load("h100").resize(8, 8)
+    times = [
+        ua.simulate(
+            ua.plan(
+                masks.strided(), seqlen=65536, heads=32, kv_heads=8, head_dim=128,
+                cluster=cluster, strategy=strategy, effort="instant",
+            )
+        ).makespan_s
+        for strategy in ("auto", "tile")
+    ]  # fmt: skip
+    assert times[0] <= times[1]

@@ -40,7 +40,7 @@ MANY_RANKS = 16
 """Over more ranks one assignment of each number of head ranges is levelled; each takes long."""
 
 
-LEVELLED = 2
+LEVELLED = 4
 """Assignments of each number of head ranges that are levelled for comparison, over fewer ranks."""
 
 

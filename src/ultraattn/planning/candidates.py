@@ -55,6 +55,8 @@ class Option:
     """Whether the assignment's bounds are those of a search."""
     part: PassPlan | None = None
     """As it was built, by arrival."""
+    as_tile: bool = False
+    """Whether strategy `tile` takes this assignment at the same effort."""
     in_layers: bool = False
     """Whether it is planned in layers, nodes first."""
     ways: Sequence[Arranged] = ()

@@ -30,22 +30,19 @@ from ultraattn.planning.assign import (
     assign_rows,
     assign_structured,
     assign_tiles,
-    bounded,
 )
 from ultraattn.planning.candidates import MANY_RANKS, Case, Field, Option
+from ultraattn.planning.chosen import finished, picked
 from ultraattn.planning.floors import Columns, Floors
-from ultraattn.planning.passes import Where, arranged, own_pass, rival_pass, with_volume
+from ultraattn.planning.passes import Where, own_pass, rival_pass
 from ultraattn.planning.setting import Setting
 from ultraattn.planning.tiling import Effort
-from ultraattn.plans.account import account
 from ultraattn.plans.check import Pass
 from ultraattn.plans.plan import PassPlan
 from ultraattn.strategies import NAMES as RIVALS
 from ultraattn.strategies import Strategy
 from ultraattn.strategies.mesh import mesh_ranks
 
-TIE = 0.01
-"""Simulated times within 1 % of the best count as equal (issue "Predict and choose")."""
 STARTS, STARTS_OF_MANY, STARTS_INSTANT = 8, 4, 2
 """Structured assignments of each number of head ranges that get a floor; fewer over many ranks,
 and at effort instant."""
@@ -55,8 +52,6 @@ HOPELESS, HOPELESS_OF_MANY = 1.25, 1.1
 """Tiles that take so many times the best are not searched any longer; less over many ranks."""
 MOST_STEPS = 16
 """Over many ranks, longer rings are not built at effort `instant`: they take too long to plan."""
-NAMED = 8
-"""Simulated candidates that the notes name, the fastest first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,13 +67,16 @@ class Choice:
     """Whose time, or floor, that is."""
 
 
-def best_passes(settings: Sequence[Setting], where: Where, options: TileOptions) -> Choice:
+def best_passes(
+    settings: Sequence[Setting], where: Where, options: TileOptions, tile: Setting | None = None
+) -> Choice:
     """The layout and the two passes of least simulated time; their notes say what was considered.
 
     Args:
         settings: the mask over each layout that is compared.
         where: with costs.
         options: of this system's own assignments.
+        tile: the mask over the layout that strategy `tile` takes, where that is a candidate too.
 
     Raises:
         InputError: the cluster has no costs to simulate with.
@@ -94,8 +92,7 @@ def best_passes(settings: Sequence[Setting], where: Where, options: TileOptions)
     cases.sort(key=lambda case: case.least_ns)
     if options.effort is Effort.INSTANT:
         chosen = min(cases, key=lambda case: sum(one.expected_ns for one in case.fields))
-        for one in chosen.fields:
-            one.simulate_expected()
+        chosen = _instant(chosen, cases, tile, where, options)
     else:
         best_ns = np.inf
         for case in cases:
@@ -104,89 +101,24 @@ def best_passes(settings: Sequence[Setting], where: Where, options: TileOptions)
                 best_ns = min(best_ns, case.best_ns)
         searched = SEARCHED_LAYOUTS if settings[0].q_layout.ranks <= MANY_RANKS else 1
         limit_ns = best_ns * LAYOUTS_NEAR
-        for case in sorted(cases, key=lambda c: c.best_ns)[:searched]:
-            if case.best_ns < np.inf and case.best_ns <= limit_ns:
-                _search(case, where, options)
-                for one in case.fields:
-                    one.arrange(options.effort)
+        near = sorted(cases, key=lambda c: c.best_ns)[:searched]
+        near = [case for case in near if case.best_ns < np.inf and case.best_ns <= limit_ns]
+        for case in near:
+            _search(case, where, options)
+        if tile is not None and not layers.serves(where.place, where.costs, options):
+            near += [case for case in [_with_tile(cases, tile, where, options)] if case not in near]
+        for case in near:
+            for one in case.fields:
+                one.arrange(options.effort)
         chosen = min(cases, key=lambda c: c.best_ns)
     least_rival_ns, whose = min(case.least_rival() for case in cases)
-    picked = _picked(chosen, least_rival_ns)
+    options_taken = picked(chosen, min(least_rival_ns, _tile_ns(cases, chosen)))
     others = [case for case in cases if case is not chosen]
     parts = [
-        _finished(one, option, others, options)
-        for one, option in zip(chosen.fields, picked, strict=True)
+        finished(one, option, others, options)
+        for one, option in zip(chosen.fields, options_taken, strict=True)
     ]
     return Choice(chosen.made, parts[0], parts[1], least_rival_ns, whose)
-
-
-def _picked(case: Case, least_rival_ns: float) -> list[Option]:
-    """Of each pass the least traffic within 1 % of the best; the best where rivals are as near."""
-    picked = []
-    for one in case.fields:
-        near = [o for o in one.simulated if o.known_ns <= one.best_ns * (1 + TIE)]
-        picked.append(min(near, key=lambda o: (_traffic(one, o), o.known_ns)))
-    if sum(option.known_ns for option in picked) > least_rival_ns:
-        return [one.simulated[0] for one in case.fields]
-    return picked
-
-
-def _traffic(one: Field, option: Option) -> int:
-    assert option.part is not None
-    costs = account(one.made.problem, option.part.program, one.where.place.node_of)
-    return int(costs.sent.sum())
-
-
-def _finished(one: Field, option: Option, others: Sequence[Case], options: TileOptions) -> PassPlan:
-    """The chosen pass with its volume, its bound, and what was considered."""
-    part = option.part
-    assert part is not None
-    if option.rival:
-        part = with_volume(one.made, one.where, part)
-    elif option.assignment is not None and options.effort is not Effort.INSTANT:
-        if not option.bounded:
-            known = bounded(one.pass_, one.made, options, option.assignment)
-            part = dataclasses.replace(part, bounds=known)
-        part = arranged(
-            one.pass_, one.made, one.where, part, option.assignment, options.effort, option.ways
-        )
-    notes = [*part.notes, *_report(one, others), *_refused(one.made)]
-    return dataclasses.replace(part, notes=tuple(notes))
-
-
-def _report(one: Field, others: Sequence[Case]) -> list[str]:
-    """What was considered, in a few lines."""
-    times = one.simulated
-    more = f", and {len(times) - NAMED} slower" if len(times) > NAMED else ""
-    named = ", ".join(f"{o.label} {o.known_ns / 1e6:.3f} ms" for o in times[:NAMED])
-    notes = [f"simulated: {named}{more}"]
-    left = sorted((o for o in one.options if o.part is None), key=lambda o: o.floor_ns)
-    rivals = ", ".join(f"{o.label} >= {o.floor_ns / 1e6:.3f} ms" for o in left if o.rival)
-    if rivals:
-        notes.append(f"left out, slower at the least: {rivals}")
-    own = sum(not o.rival for o in left)
-    if own:
-        notes.append(f"left out by their floors: {own} other assignments of tiles")
-    for case in others:
-        layout = case.made.q_layout
-        exact = case.best_ns < np.inf
-        total = (case.best_ns if exact else case.least_ns) / 1e6
-        notes.append(
-            f"layout {layout.name} of {len(layout.chunks)} chunks: both passes "
-            f"{'' if exact else '>= '}{total:.3f} ms"
-        )
-    return notes
-
-
-def _refused(made: Setting) -> list[str]:
-    """Why rivals cannot serve at all."""
-    ranks = made.q_layout.ranks
-    return [
-        f"left out: {reason}"
-        for rival in RIVALS.values()
-        if not rival.variants(made.problem, ranks)
-        and (reason := rival.refusal(made.problem, ranks)) is not None
-    ]
 
 
 def _case(made: Setting, where: Where, options: TileOptions) -> Case:
@@ -325,6 +257,91 @@ def _layered_option(found: layers.Layered) -> Option:
         part=part,
         in_layers=True,
     )
+
+
+def _instant(
+    chosen: Case, cases: Sequence[Case], tile: Setting | None, where: Where, options: TileOptions
+) -> Case:
+    """The choice of effort `instant`: what floors promise most of, or what `tile` takes.
+
+    The more promising of both is built first, the other only where it may be faster: what `tile`
+    takes as long as its floors are below, so that it never beats the choice.
+    """
+    expected_ns = sum(one.expected_ns for one in chosen.fields)
+    own = None if tile is None else _tile_alone(cases, tile, where, options)
+    if own is not None and sum(one.options[0].expected_ns for one in own.fields) < expected_ns:
+        for one in own.fields:
+            one.simulate(one.options[0])
+        if own.best_ns <= expected_ns:
+            return own
+    for one in chosen.fields:
+        one.simulate_expected()
+    if own is None or sum(one.options[0].known_ns for one in own.fields) >= chosen.best_ns:
+        return chosen
+    for one in own.fields:
+        if one.options[0].part is None:
+            one.simulate(one.options[0])
+    return own if own.best_ns < chosen.best_ns else chosen
+
+
+def _tile_alone(cases: Sequence[Case], tile: Setting, where: Where, options: TileOptions) -> Case:
+    """What strategy `tile` takes, and nothing else to simulate; rivals as far as they are known."""
+    known = _of_layout(cases, tile)
+    fields = []
+    for at, pass_ in enumerate(Pass):
+        one = Field(pass_, tile, where, [])
+        one.options += _tile_options(one, options)
+        if known is not None:
+            one.options += [option for option in known.fields[at].options if option.rival]
+        fields.append(one)
+    return Case(tile, tuple(fields))
+
+
+def _with_tile(cases: list[Case], tile: Setting, where: Where, options: TileOptions) -> Case:
+    """The case of the layout that `tile` takes, with its assignments among the simulated."""
+    case = _of_layout(cases, tile)
+    if case is None:
+        case = _case(tile, where, options)
+        cases.append(case)
+    for one in case.fields:
+        for option in _tile_options(one, options):
+            known = [o for o in one.options if o.same_as == option.same_as and not o.rival]
+            if not known:
+                one.options.append(option)
+            for each in known or [option]:
+                each.as_tile = True
+                if each.part is None:
+                    one.simulate(each)
+    return case
+
+
+def _tile_options(one: Field, options: TileOptions) -> list[Option]:
+    """The assignment of strategy `tile` for a pass, as an option."""
+    assert one.where.costs is not None
+    floors = Floors(one.pass_, one.made, one.where.place.node_of, one.where.costs)
+    assignment = assign_tiles(one.pass_, one.made, options)
+    name = _name(assignment.head_groups, assignment.ranks)
+    (option,) = _own_options(one, floors, {}, {name: assignment})
+    option.bounded = option.as_tile = True
+    return [option]
+
+
+def _tile_ns(cases: Sequence[Case], chosen: Case) -> float:
+    """What strategy `tile` takes, as far as it was simulated."""
+    found = [
+        sum(
+            min((o.known_ns for o in one.options if o.as_tile), default=np.inf)
+            for one in case.fields
+        )
+        for case in (*cases, chosen)
+    ]
+    return float(min(found))
+
+
+def _of_layout(cases: Sequence[Case], made: Setting) -> Case | None:
+    """The case whose chunks have the same owners."""
+    places = made.places
+    return next((case for case in cases if case.made.places == places), None)
 
 
 def _search(case: Case, where: Where, options: TileOptions) -> None:

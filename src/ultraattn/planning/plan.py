@@ -121,7 +121,9 @@ def plan(
     candidates = settings(mask, shape, cluster, strategy, layout, kv_layout, chunks, options)
     where = Where.of(cluster)
     if strategy == "auto":
-        choice = best_passes(candidates, where, options)
+        tiles = settings(mask, shape, cluster, "tile", layout, kv_layout, chunks, options)
+        tile = most_promising(shared(tiles, candidates), options)
+        choice = best_passes(candidates, where, options, tile)
         made, forward, backward = choice.made, choice.forward, choice.backward
     elif strategy == "tile" and layers.serves(where.place, where.costs, options):
         made, forward, backward = layers.layered_tiles(candidates, where, options)
@@ -216,11 +218,16 @@ def _apart(found: list[Setting]) -> list[Setting]:
     out: list[Setting] = []
     seen = set()
     for made in found:
-        places = tuple((x.chunks, x.owners) for x in (made.q_layout, made.kv_layout))
-        if places not in seen:
-            seen.add(places)
+        if made.places not in seen:
+            seen.add(made.places)
             out.append(made)
     return out
+
+
+def shared(found: list[Setting], known: list[Setting]) -> list[Setting]:
+    """The same settings, those of `known` in place of equal ones: what they hold is made once."""
+    by_places = {made.places: made for made in known}
+    return [by_places.get(made.places, made) for made in found]
 
 
 def most_promising(candidates: list[Setting], options: TileOptions) -> Setting:

@@ -64,6 +64,11 @@ class Setting:
     problem: Problem
     _made: dict[Hashable, Any] = field(default_factory=dict)
 
+    @property
+    def places(self) -> tuple[Any, ...]:
+        """Chunks and their owners: equal for settings that differ in name only."""
+        return tuple((x.chunks, x.owners) for x in (self.q_layout, self.kv_layout))
+
     def blocks(self, groups: int) -> list[Block]:
         """The visible blocks with heads in `groups` ranges; not to be written to."""
         return self.once(
