@@ -8,7 +8,8 @@ A cell is (mask, ranks, tokens, heads, preset). Cells come in a fixed mixed orde
 of them are a fair sample of all 1,728; the layouts of a cell, and the assignments over them, are
 shared between its three presets. All times are simulated. `rival_s` is the time that no rival beats
 over any layout, both passes together: that of the best rival where it was simulated, else a floor
-above the choice.
+above the choice. `bound_s` is the larger of the usual bound (`simulate.bound_s`) and of what no
+plan over the chosen layout beats (`ultraattn.planning.least_time`).
 
 Each line names the state of the planner that made it (`state`: a digest of its sources and of the
 presets). Cells of other states are run again, and never counted together: a report or plot is of
@@ -38,6 +39,7 @@ from ultraattn.masks import Mask
 from ultraattn.planning.assign import TileOptions
 from ultraattn.planning.choose import best_passes
 from ultraattn.planning.collecting import no_collecting
+from ultraattn.planning.least_time import least_seconds
 from ultraattn.planning.passes import Where
 from ultraattn.planning.plan import most_promising, settings, shared
 from ultraattn.planning.setting import Setting, Shape
@@ -125,8 +127,11 @@ def cells(
             choice = best_passes(layouts, where, options, tile)
         parts = {Pass.FORWARD: choice.forward, Pass.BACKWARD: choice.backward}
         bounds = [
-            bound_s(
-                str(p), choice.made.problem, ranks, cluster.known_costs, part.bounds.lower_bound
+            max(
+                bound_s(
+                    str(p), choice.made.problem, ranks, cluster.known_costs, part.bounds.lower_bound
+                ),
+                least_seconds(p, choice.made, where, part.predicted_s or 0.0),
             )
             for p, part in parts.items()
         ]

@@ -1,11 +1,15 @@
 """Runs every strategy of small cells on local processes, beside what the simulator predicts.
 
-    ultraattn profile --ranks 2 --out here.json
-    python benchmarks/regret.py --cluster here.json --ranks 2 --minutes 5
+    ultraattn profile --ranks 2 --out here2.json
+    python benchmarks/regret.py --cluster here2.json --ranks 2 --minutes 15
+    ultraattn profile --ranks 4 --out here4.json
+    python benchmarks/regret.py --cluster here4.json --ranks 4 --minutes 25
 
-Writes one JSON line a cell: measured and predicted seconds of forward and backward by strategy.
-The report says how log times correlate (R squared), Kendall's tau among the strategies of a cell,
-and what the choice of `auto` takes over the best measured strategy. Use an idle machine.
+Fifteen cells a number of ranks. Writes one JSON line a cell: measured and predicted seconds of
+forward and backward by strategy; cells that are there are not run again. The report says how log
+times correlate (R squared), Kendall's tau among the strategies of each cell, and what the choice of
+`auto` takes over the best measured strategy. Use an idle machine, and a profile of as many ranks:
+it holds how ranks share cores.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from ultraattn import masks
 from ultraattn.cluster import Cluster
 from ultraattn.errors import InputError
 from ultraattn.masks import Mask
+from ultraattn.plans import Pass
 from ultraattn.plans.storage import dumps, loads
 from ultraattn.runtime import Attention, share
 from ultraattn.runtime.local import LocalRanks
@@ -94,6 +99,7 @@ def cell(
             measured[strategy].append(min(max(times) for times in zip(*by_rank, strict=True)))
     return {
         "mask": name, "tokens": tokens, "ranks": cluster.ranks,
+        "chosen": [plans["auto"].pass_plan(pass_).strategy for pass_ in Pass],
         "measured_s": {s: statistics.median(times) for s, times in measured.items()},
         "predicted_s": {s: ua.simulate(plan, cluster).makespan_s for s, plan in plans.items()},
     }  # fmt: skip
@@ -110,29 +116,64 @@ def kendall(a: list[float], b: list[float]) -> float:
     return score / pairs if pairs else 1.0
 
 
+def r_squared(found: list[dict[str, Any]]) -> float:
+    """Of predicted and measured log times, all strategies of these cells."""
+    x, y = (
+        [math.log(t) for one in found for t in one[which].values()]
+        for which in ("predicted_s", "measured_s")
+    )
+    return round(statistics.correlation(x, y) ** 2, 3)
+
+
+def of_cell(one: dict[str, Any]) -> dict[str, Any]:
+    """How well the strategies of a cell are told apart, and what was chosen."""
+    measured: dict[str, float] = one["measured_s"]
+    predicted: dict[str, float] = one["predicted_s"]
+    best = min(measured, key=measured.__getitem__)
+    return {
+        "cell": f"{one['mask']}, {one['tokens']} tokens, {one['ranks']} ranks",
+        "tau": round(kendall(list(predicted.values()), list(measured.values())), 3),
+        "r_squared": r_squared([one]),
+        "measured_over_predicted": round(
+            statistics.median(measured[s] / predicted[s] for s in measured), 3
+        ),
+        "chosen": one.get("chosen"),
+        "best_measured": best,
+        "auto_over_best": round(measured["auto"] / measured[best], 3),
+    }
+
+
 def report(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """R squared of log times, the median tau, and the regret of `auto`."""
-    x, y, taus, regrets = [], [], [], []
-    for one in found:
-        names = list(one["measured_s"])
-        predicted = [one["predicted_s"][n] for n in names]
-        measured = [one["measured_s"][n] for n in names]
-        x += [math.log(t) for t in predicted]
-        y += [math.log(t) for t in measured]
-        taus.append(kendall(predicted, measured))
-        regrets.append(one["measured_s"]["auto"] / min(measured))
+    """Every cell; R squared of log times, the median tau, and the regret of `auto`."""
     if not found:
         return {"cells": 0}
+    each = [of_cell(one) for one in found]
+    regrets = [one["auto_over_best"] for one in each]
+    ranks = sorted({one["ranks"] for one in found})
     return {
+        "each": each,
         "cells": len(found),
-        "r_squared": round(statistics.correlation(x, y) ** 2, 3),
-        "kendall_tau_median": round(statistics.median(taus), 3),
+        "r_squared": r_squared(found),
+        "r_squared_by_ranks": {n: r_squared([c for c in found if c["ranks"] == n]) for n in ranks},
+        "kendall_tau_median": round(statistics.median(one["tau"] for one in each), 3),
         "auto_over_best_median": round(statistics.median(regrets), 3),
-        "auto_over_best_most": round(max(regrets), 3),
+        "auto_over_best_most": max(regrets),
+        "auto_within_5_percent": sum(regret <= 1.05 for regret in regrets),
         "measured_over_predicted_median": round(
-            math.exp(statistics.median(b - a for a, b in zip(x, y, strict=True))), 3
+            statistics.median(one["measured_over_predicted"] for one in each), 3
         ),
     }
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The cells that are there; a last line cut short is left out."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
 
 
 def main() -> None:
@@ -144,10 +185,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS / "regret.jsonl")
     args = parser.parse_args()
-    cluster = Cluster.load(args.cluster).resize(1, args.ranks)
-    found = []
-    if args.out.exists():
-        found = [json.loads(line) for line in args.out.read_text().splitlines()]
+    loaded = Cluster.load(args.cluster)
+    if loaded.known_costs.measured and loaded.ranks < args.ranks:
+        parser.error(
+            f"{args.cluster} was measured with {loaded.ranks} ranks, which says nothing of how "
+            f"{args.ranks} share cores: ultraattn profile --ranks {args.ranks}"
+        )
+    cluster = loaded.resize(1, args.ranks)
+    found = read(args.out)
     done = {(one["mask"], one["tokens"], one["ranks"]) for one in found}
     end = time.monotonic() + 60 * args.minutes
     with LocalRanks(args.ranks) as local:

@@ -26,7 +26,7 @@ LEVELS = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class _Lines:
+class Lines:
     """The blocks as one matrix of rows (g, i) by columns (s, j), and the least sizes of a line."""
 
     weight: Ints
@@ -42,7 +42,7 @@ def _least(sizes: Ints, used: Bools) -> int:
     return int(sizes[used].min()) if used.any() else 0
 
 
-def _lines(problem: TilingProblem) -> _Lines:
+def flattened(problem: TilingProblem) -> Lines:
     """Flattens head ranges; a block that reads several segments counts with the first of them."""
     ranges, rows, columns = problem.weight.shape
     segments = problem.col_in.shape[0]
@@ -53,7 +53,7 @@ def _lines(problem: TilingProblem) -> _Lines:
             weight[g, :, read[0], :] = problem.weight[g]
             used_column[read[0]] |= problem.weight[g].any(axis=0)
     used_row: Bools = np.asarray(problem.weight.any(axis=2), dtype=np.bool_)
-    return _Lines(
+    return Lines(
         weight=weight.reshape(ranges * rows, segments * columns),
         row_owner=np.tile(problem.q_owner, ranges),
         column_owner=np.tile(problem.kv_owner, segments),
@@ -78,8 +78,8 @@ def _rectangles(weight: Ints) -> Ints:
     return np.asarray(np.minimum(by_row, by_column), dtype=np.int64)
 
 
-def _collect(lines: _Lines, rank: int, cap: int) -> Ints:
-    """f(A, B) of one rank: int64 (A + 1, B + 1)."""
+def collected(lines: Lines, rank: int, cap: int) -> Ints:
+    """f(A, B) of one rank (module text): int64 (A + 1, B + 1)."""
     own_row, own_column = lines.row_owner == rank, lines.column_owner == rank
     weight = lines.weight
     inside = int(weight[np.ix_(own_row, own_column)].sum())
@@ -126,11 +126,11 @@ def rectangle_bound(problem: TilingProblem, upper: int) -> int:
 
     `upper`: a volume some assignment reaches; the search for the bound ends there.
     """
-    lines = _lines(problem)
+    lines = flattened(problem)
     unit = problem.size_unit
     if not lines.weight.any() or upper <= 0 or problem.cap <= 0:
         return 0
-    gains = [_collect(lines, rank, problem.cap) for rank in range(problem.ranks)]
+    gains = [collected(lines, rank, problem.cap) for rank in range(problem.ranks)]
     quantum = max(unit, -(-upper * problem.ranks // LEVELS))
     costs = []
     for rank, gain in enumerate(gains):
@@ -180,7 +180,7 @@ def hot_line_bound(problem: TilingProblem) -> int:
     The owner computes at most `cap` of its own lines; every further rank that shares a line costs
     the owner its size. A block that lies in an own row and an own column is counted once.
     """
-    lines = _lines(problem)
+    lines = flattened(problem)
     cap, most = problem.cap, 0
     if cap <= 0:
         return 0
