@@ -42,14 +42,14 @@ ROUNDS = 64
 # over the mean), and ends lower where many ranks are alike: a short run of each tells which.
 FREE = Style(hot=120, cold=30, hard=6, heavy=3, soft=0, lines=8)
 PLAY = Style(hot=60, cold=30, hard=3, heavy=3, soft=0, lines=8)
-COOL = Style(hot=40, cold=8, hard=6, heavy=3, soft=0, lines=8)
-EVEN = Style(hot=50, cold=8, hard=6, heavy=3, soft=1, lines=8)
+COOL = Style(hot=40, cold=8, hard=6, heavy=3, soft=0, lines=12)
+EVEN = Style(hot=50, cold=8, hard=6, heavy=3, soft=1, lines=16)
 CALM = Style(hot=20, cold=6, hard=6, heavy=3, soft=1, lines=8)
-BALANCE = Style(hot=140, cold=8, hard=0, heavy=3, soft=1, square=2, lines=4)
+BALANCE = Style(hot=100, cold=12, hard=0, heavy=3, soft=1, square=2, lines=8)
 SETTLE = Style(hot=40, cold=8, hard=0, heavy=3, soft=1, square=2, lines=4)
 
 # Styles of the runs of both stages, with few ranks and with many.
-HOT: tuple[Style, ...] = (COOL, FREE, EVEN, PLAY)
+HOT: tuple[Style, ...] = (COOL, EVEN, COOL, FREE)
 THEN = (COOL, PLAY, CALM, COOL)
 TRIED_MANY, THEN_MANY = (BALANCE, COOL), (COOL, SETTLE)
 

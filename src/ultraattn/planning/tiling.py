@@ -36,6 +36,8 @@ class Effort(StrEnum):
 class Steps:
     """What an effort spends: proposals of the local search, deterministic time of the solver."""
 
+    levelled: int
+    """Structured starts that are levelled with many ranks, where each takes long."""
     proposals: int
     proposals_per_block: int
     width: int
@@ -47,13 +49,13 @@ class Steps:
     refute_size: int = 0
 
 
-MANY_RANKS = 32
+FEW_RANKS, MANY_RANKS = 8, 32
 
 STEPS = {
-    Effort.INSTANT: Steps(0, 0, 0, 0, 0.0, 0),
-    Effort.FAST: Steps(130_000, 3_000, 2, 1, 0.0, 0),
-    Effort.NORMAL: Steps(5_000_000, 80_000, 4, 1, 0.4, 600),
-    Effort.BEST: Steps(50_000_000, 500_000, 4, 4, 10.0, 6_000, 60.0, 600),
+    Effort.INSTANT: Steps(4, 0, 0, 0, 0, 0.0, 0),
+    Effort.FAST: Steps(2, 130_000, 3_000, 2, 1, 0.0, 0),
+    Effort.NORMAL: Steps(1, 5_000_000, 64_000, 4, 1, 0.4, 600),
+    Effort.BEST: Steps(4, 50_000_000, 500_000, 4, 4, 10.0, 6_000, 60.0, 600),
 }
 
 
@@ -163,17 +165,20 @@ def solve(
     asked = problem.cap
     problem = within_cap(problem, pinned, strict_cap)
     steps = STEPS[effort]
-    # Levelling takes long with many ranks, where the search leaves little of a start.
-    repairs = 2 if steps.proposals and problem.ranks >= MANY_RANKS else 4
+    repairs = steps.levelled if problem.ranks >= MANY_RANKS else 4
     found = structured_starts(problem, pinned, repairs, further=starts)
     best = found[0]
     bound = lower_bound(problem, best.value[0])
+    provable = count * problem.ranks <= steps.solver_size
     if steps.proposals and best.value[0] > bound:
         from ultraattn.planning.improve import improve
 
-        proposals = min(steps.proposals, steps.proposals_per_block * count)
+        most = steps.proposals
+        if problem.ranks <= FEW_RANKS and not provable:
+            most = most * 8 // 5  # a proposal takes less, and no proof follows
+        proposals = min(most, steps.proposals_per_block * count)
         best = improve(problem, pinned, found, bound, proposals, steps.width, steps.rounds)
-    if best.value[0] > bound and count * problem.ranks <= steps.solver_size:
+    if best.value[0] > bound and provable:
         from ultraattn.planning.solver import prove, refuted
 
         proof = prove(problem, pinned, best.assignment, bound, steps.solver_time)
