@@ -36,8 +36,6 @@ class Effort(StrEnum):
 class Steps:
     """What an effort spends: proposals of the local search, deterministic time of the solver."""
 
-    levelled: int
-    """Structured starts that are levelled with many ranks, where each takes long."""
     proposals: int
     proposals_per_block: int
     width: int
@@ -47,15 +45,17 @@ class Steps:
     refute_time: float = 0.0
     """Where the bound is one step below: to ask whether that step can be taken at all."""
     refute_size: int = 0
+    levelled: int = 4
+    """Structured starts that are levelled with many ranks, where each takes long."""
 
 
 FEW_RANKS, MANY_RANKS = 8, 32
 
 STEPS = {
-    Effort.INSTANT: Steps(4, 0, 0, 0, 0, 0.0, 0),
-    Effort.FAST: Steps(2, 130_000, 3_000, 2, 1, 0.0, 0),
-    Effort.NORMAL: Steps(1, 5_000_000, 64_000, 4, 1, 0.4, 600),
-    Effort.BEST: Steps(4, 50_000_000, 500_000, 4, 4, 10.0, 6_000, 60.0, 600),
+    Effort.INSTANT: Steps(0, 0, 0, 0, 0.0, 0),
+    Effort.FAST: Steps(130_000, 3_000, 2, 1, 0.0, 0, levelled=2),
+    Effort.NORMAL: Steps(5_000_000, 64_000, 4, 1, 0.4, 600, levelled=1),
+    Effort.BEST: Steps(50_000_000, 500_000, 4, 4, 10.0, 6_000, 60.0, 600),
 }
 
 
