@@ -49,7 +49,7 @@ class Steps:
     """Structured starts that are levelled with many ranks, where each takes long."""
 
 
-FEW_RANKS, MANY_RANKS = 8, 32
+FEW_RANKS, MANY_RANKS, MANY_BLOCKS = 8, 32, 12_000
 
 STEPS = {
     Effort.INSTANT: Steps(0, 0, 0, 0, 0.0, 0),
@@ -176,6 +176,8 @@ def solve(
         most = steps.proposals
         if problem.ranks <= FEW_RANKS and not provable:
             most = most * 8 // 5  # a proposal takes less, and no proof follows
+        elif count > MANY_BLOCKS:
+            most //= 2  # a proposal takes more, and so does all else
         proposals = min(most, steps.proposals_per_block * count)
         best = improve(problem, pinned, found, bound, proposals, steps.width, steps.rounds)
     if best.value[0] > bound and provable:
