@@ -49,7 +49,7 @@ class Steps:
     """Structured starts that are levelled with many ranks, where each takes long."""
 
 
-FEW_RANKS, MANY_RANKS, MANY_BLOCKS = 8, 32, 12_000
+FEW_RANKS, MANY_RANKS, MANY_BLOCKS = 8, 32, 8_000
 
 STEPS = {
     Effort.INSTANT: Steps(0, 0, 0, 0, 0.0, 0),
@@ -175,7 +175,7 @@ def solve(
 
         most = steps.proposals
         if problem.ranks <= FEW_RANKS and not provable:
-            most = most * 8 // 5  # a proposal takes less, and no proof follows
+            most = most * 7 // 5  # a proposal takes less, and no proof follows
         elif count > MANY_BLOCKS:
             most //= 2  # a proposal takes more, and so does all else
         proposals = min(most, steps.proposals_per_block * count)
