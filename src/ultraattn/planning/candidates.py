@@ -141,11 +141,13 @@ class Field:
                 return
             name = option.same_as or option.label.encode()
             if option.known_ns <= limit and name not in seen and not option.ways:
-                assert option.part is not None
-                option.ways = quickly_arranged(
-                    self.pass_, self.made, self.where, option.part, effort
-                )
+                self.arrange_one(option, effort)
             seen.add(name)
+
+    def arrange_one(self, option: Option, effort: Effort) -> None:
+        """Arranges one simulated candidate of this system, without the solver."""
+        assert option.part is not None
+        option.ways = quickly_arranged(self.pass_, self.made, self.where, option.part, effort)
 
     def settle(self, below_ns: float) -> None:
         """Simulates candidates until none left has a floor below the best time and `below_ns`."""

@@ -50,6 +50,8 @@ SEARCHED_LAYOUTS, LAYOUTS_NEAR = 2, 1.1
 """So many layouts are searched, as far as they take at most so many times the best one."""
 HOPELESS, HOPELESS_OF_MANY = 1.25, 1.1
 """Tiles that take so many times the best are not searched any longer; less over many ranks."""
+TILE_NEAR = 1.05
+"""What `tile` takes is searched for long where a short search leads to so many times the best."""
 MOST_STEPS = 16
 """Over many ranks, longer rings are not built at effort `instant`: they take too long to plan."""
 
@@ -298,21 +300,37 @@ def _tile_alone(cases: Sequence[Case], tile: Setting, where: Where, options: Til
 
 
 def _with_tile(cases: list[Case], tile: Setting, where: Where, options: TileOptions) -> Case:
-    """The case of the layout that `tile` takes, with its assignments among the simulated."""
+    """The case of the layout that `tile` takes, with its assignments among the simulated.
+
+    A long search first shows, by a short one, that it leads near the best: it moves fewer bytes,
+    but launches stay as they are.
+    """
     case = _of_layout(cases, tile)
     if case is None:
         case = _case(tile, where, options)
         cases.append(case)
-    for one in case.fields:
-        for option in _tile_options(one, options):
-            known = [o for o in one.options if o.same_as == option.same_as and not o.rival]
-            if not known:
-                one.options.append(option)
-            for each in known or [option]:
-                each.as_tile = True
-                if each.part is None:
-                    one.simulate(each)
+    limit_ns = min(one.best_ns for one in cases) * TILE_NEAR
+    efforts = [Effort.FAST, options.effort] if options.effort is not Effort.FAST else [Effort.FAST]
+    for effort in efforts:
+        short = dataclasses.replace(options, effort=effort)
+        if sum(_add_tile(one, short) for one in case.fields) > limit_ns:
+            break
     return case
+
+
+def _add_tile(one: Field, options: TileOptions) -> float:
+    """Adds and simulates what `tile` takes for a pass; its time, quickly arranged."""
+    (option,) = _tile_options(one, options)
+    known = [o for o in one.options if o.same_as == option.same_as and not o.rival]
+    if not known:
+        one.options.append(option)
+    for each in known or [option]:
+        each.as_tile = True
+        if each.part is None:
+            one.simulate(each)
+        if not each.ways and option.assignment is not None and option.assignment.blocks:
+            one.arrange_one(each, options.effort)
+    return min(each.known_ns for each in known or [option])
 
 
 def _tile_options(one: Field, options: TileOptions) -> list[Option]:
