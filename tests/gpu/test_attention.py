@@ -38,6 +38,11 @@ def test_two_ranks_are_exact(transport, graph):
 
 
 @pytest.mark.parametrize(("transport", "graph"), EVERY)
+def test_two_ranks_that_keep_what_forward_received_are_exact(transport, graph):
+    run("exact", 2, transport, graph, True)
+
+
+@pytest.mark.parametrize(("transport", "graph"), EVERY)
 def test_lengths_head_dims_and_batches(transport, graph):
     run("shapes", 2, transport, graph)
 

@@ -42,10 +42,11 @@ def start(rank, ranks, port, worker, args):
     faulthandler.cancel_dump_traceback_later()
 
 
-def _plan(mask, ranks, heads, kv_heads, dim, tokens=TOKENS):
+def _plan(mask, ranks, heads, kv_heads, dim, tokens=TOKENS, keep=False):
     return ua.plan(
         mask, seqlen=tokens, heads=heads, kv_heads=kv_heads, head_dim=dim,
         cluster=Cluster.load("h200").resize(gpus_per_node=ranks), effort="instant",
+        keep_received=keep,
     )  # fmt: skip
 
 
@@ -59,11 +60,12 @@ def _inputs(plan, rank, seed):
     return whole, local
 
 
-def exact(rank, ranks, transport, graph):
+def exact(rank, ranks, transport, graph, keep=False):
     """Out and gradients; twice forward then twice backward in both orders; LSE gradients."""
     for name, mask in MASKS.items():
         for heads, kv_heads, dim in ((8, 8, 64), (8, 2, 128)):
-            plan = _plan(mask, ranks, heads, kv_heads, dim)
+            plan = _plan(mask, ranks, heads, kv_heads, dim, keep=keep)
+            assert plan.kept_bytes.any() == keep
             attention = ua.Attention(plan, transport=transport, graph=graph, timeout_s=60)
             sets = []
             for seed in (0, 10):
