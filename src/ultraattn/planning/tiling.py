@@ -54,7 +54,7 @@ FEW_RANKS, MANY_RANKS, MANY_BLOCKS = 8, 32, 8_000
 STEPS = {
     Effort.INSTANT: Steps(0, 0, 0, 0, 0.0, 0),
     Effort.FAST: Steps(130_000, 3_000, 2, 1, 0.0, 0, levelled=2),
-    Effort.NORMAL: Steps(5_000_000, 64_000, 4, 1, 0.4, 600, levelled=1),
+    Effort.NORMAL: Steps(4_400_000, 64_000, 4, 1, 0.4, 600, levelled=1),
     Effort.BEST: Steps(50_000_000, 500_000, 4, 4, 10.0, 6_000, 60.0, 600),
 }
 
@@ -175,9 +175,9 @@ def solve(
 
         most = steps.proposals
         if problem.ranks <= FEW_RANKS and not provable:
-            most = most * 7 // 5  # a proposal takes less, and no proof follows
+            most = most * 6 // 5  # a proposal takes less, and no proof follows
         elif count > MANY_BLOCKS:
-            most //= 2  # a proposal takes more, and so does all else
+            most //= 3  # a proposal takes more, and so does all else
         proposals = min(most, steps.proposals_per_block * count)
         best = improve(problem, pinned, found, bound, proposals, steps.width, steps.rounds)
     if best.value[0] > bound and provable:
