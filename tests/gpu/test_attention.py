@@ -74,3 +74,8 @@ def test_deterministic_calls_are_bit_equal(transport, graph):
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_peer_that_stops_is_named_with_the_transfer_it_owes(graph):
     run("stops", 2, "symmetric", graph)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_graphs_hold_copies_for_tensors_that_move_alone(ranks):
+    run("copies", ranks)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import ultraattn as ua
 from tests.gpu.cases import draw, error, truth, visible
 from ultraattn.cluster import Cluster
+from ultraattn.runtime import graphs
 
 TOKENS = 1100
 LIMIT_S = 90
@@ -26,6 +27,7 @@ MASKS = {
 def start(rank, ranks, port, worker, args):
     """Joins the group, works, leaves."""
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    graphs.MOVING_AFTER = 1  # so that a few calls run task by task, with copies, and without
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     shared = torch.cuda.device_count() < ranks
     if shared:  # all ranks on one GPU: symmetric memory allows it, NCCL does not
@@ -248,3 +250,22 @@ def stops(rank, ranks, transport, graph):
     with pytest.raises(ua.RunError, match="rank 1 is alive and owes rank 0 forward task"):
         attention(q, k, v)
     os._exit(0)
+
+
+def copies(rank, ranks):
+    """Graphs hold no tensors of a caller who comes back with the same; they do for others."""
+    graphs.MOVING_AFTER = 4
+    plan = _plan(MASKS["causal"], ranks, 8, 8, 128, tokens=8192)
+    attention = ua.Attention(plan, graph=True, timeout_s=60)
+    _, (q, k, v, _) = _inputs(plan, rank, 0)
+    first = attention(q, k, v).clone()
+    before = torch.cuda.memory_allocated()
+    for _ in range(12):
+        attention(q, k, v)
+    held = torch.cuda.memory_allocated() - before
+    assert held < 2**23, held
+    kept = []
+    for _ in range(12):
+        moved = [x.clone() for x in (q, k, v)]
+        kept.append(moved)
+        assert torch.equal(attention(*moved), first)

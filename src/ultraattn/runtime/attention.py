@@ -57,8 +57,9 @@ class Attention(torch.nn.Module):
         kernel: a kernel's name, or "auto" for the best that serves each block.
         timeout_s: the longest wait for a peer before the call fails and says who is at fault.
         transport: auto, gloo, nccl or symmetric; auto is the fastest that serves the group.
-        graph: on CUDA, capture each pass as a graph at its first call and replay it later; by
-            default where the device is CUDA and the transport can be captured.
+        graph: on CUDA, capture each pass as a graph once its tensors come back at the same places
+            (or keep moving), and replay it; by default where the device is CUDA and the transport
+            can be captured.
         deterministic: give the same bits in every run: kernels alone that add in a fixed order
             (on CUDA `sparse`), others refused. Always so on CPUs.
 
@@ -107,6 +108,7 @@ class Attention(torch.nn.Module):
         }
         placed = not isinstance(self._session.transport, NoPlaces)
         self._most_bytes = {pass_: most_bytes(plan, pass_) if placed else 0 for pass_ in Pass}
+        self._names = {pass_: f"{pass_} of plan {plan.digest[:12]}" for pass_ in Pass}
         self._expected = expected_inputs(plan, self._session.rank, self._session.device)
         self._timeout_s = timeout_s
         self._rehearsed: set[tuple[Pass, int, frozenset[Tensor | Between]]] = set()
@@ -130,6 +132,7 @@ class Attention(torch.nn.Module):
             plan.check_mask(mask)
         self._handle = operators.register(self)
         self._checked: Any = None
+        self._nothing: Array | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attention:
         """Itself: it has no parameters, and ranks would have to agree on a copy anew."""
@@ -236,7 +239,7 @@ class Attention(torch.nn.Module):
         batch, _, rows, _ = query.shape
         out = query.new_empty((batch, p.heads, rows, p.value_dim))
         lse = query.new_empty((batch, p.heads, rows), dtype=operators.lse_dtype(query.dtype))
-        kept = self._steps[Pass.FORWARD].kept.empty(query, batch if keep else 0)
+        kept = self._kept(query, batch if keep else 0)
         own: Own = {
             Tensor.Q: query,
             Tensor.K: key,
@@ -248,6 +251,15 @@ class Attention(torch.nn.Module):
             own[Between.KEPT] = kept
         self._execute(Pass.FORWARD, own, batch)
         return out, lse, kept
+
+    def _kept(self, like: Array, batch: int) -> Array:
+        """Room for what is kept; where nothing is, one empty tensor for all calls."""
+        keeping = self._steps[Pass.FORWARD].kept
+        if batch * keeping.bytes:
+            return keeping.empty(like, batch)
+        if self._nothing is None or self._nothing.device != like.device:
+            self._nothing = like.new_empty(0)
+        return self._nothing
 
     def run_backward(
         self,
@@ -289,9 +301,8 @@ class Attention(torch.nn.Module):
         else:
             self._run_tasks(pass_, own, batch)
         if self._session.watchdog is not None:
-            call = f"{pass_} of plan {self.plan.digest[:12]}"
             self._session.watchdog.launched(
-                self._steps[pass_], call, self._timeout_s, self._size(pass_, batch)
+                self._steps[pass_], self._names[pass_], self._timeout_s, self._size(pass_, batch)
             )
 
     def _run_tasks(self, pass_: Pass, own: Own, batch: int) -> None:
@@ -318,7 +329,7 @@ class Attention(torch.nn.Module):
                 batch,
                 self._tiles,
                 self._timeout_s,
-                f"{pass_} of plan {self.plan.digest[:12]} with batch {batch}",
+                f"{self._names[pass_]} with batch {batch}",
             ).run()
 
 

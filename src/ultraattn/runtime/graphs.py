@@ -1,10 +1,11 @@
 """Captures a pass of a plan as a CUDA graph and replays it: one launch from the host for all tasks.
 
-The tensors of a call are copied into static ones before a replay, and results out of them after;
-tensors that come back at the same addresses get a graph without copies. The first call of a
-(pass, batch) runs twice beside capture: once to warm up (fill the workspace, connect), and once as
-the replay that gives the result. All ranks do alike; later captures move nothing, and each rank
-makes them when it likes.
+Tensors that come back at the same addresses get a graph that reads and writes them where they
+stand. A caller whose tensors keep moving gets, after some calls, a graph over static tensors: they
+are copied into these before a replay, and results out of them after. Until then calls run task by
+task, which also fills the workspace and connects. So a graph holds no memory but for callers that
+need copies, and captures move nothing: each rank makes them when it likes, since a replay and a run
+exchange the same messages.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from torch import Tensor as Array
 from ultraattn.plans.passes import Pass
 from ultraattn.plans.tensors import Tensor
 from ultraattn.runtime.pieces import Between, Own
+from ultraattn.runtime.streams import calling_stream
 from ultraattn.runtime.transports import Transport
 
 Run = Callable[[Pass, Own, int], None]
 Key = tuple[Pass, int, frozenset[Tensor | Between]]
 Places = tuple[tuple[Tensor | Between, int, tuple[int, ...]], ...]
 
-DIRECT_AFTER = 3
+DIRECT_AFTER = 2
 """Calls with the same tensors at the same places after which they get a graph of their own."""
+MOVING_AFTER = 16
+"""Calls without a graph after which tensors are taken to move, and are copied."""
 MOST_DIRECT = 16
 """Graphs for tensors where they stand."""
 MOST_SEEN = 1024
@@ -66,28 +70,28 @@ class Replays:
         self._transport = transport
         self._device = device
         self._captured: dict[Key, _Captured] = {}
+        self._without: dict[Key, int] = {}
         self._direct: dict[tuple[Key, Places], _Captured] = {}
         self._seen: dict[tuple[Key, Places], int] = {}
-        # Warm-up and capture share a stream: recent NCCL breaks otherwise.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
-        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._done.record()
+        self._last = calling_stream(device)
+        """The stream of the call before: graphs share buffers, so calls follow one another."""
 
     def __call__(self, pass_: Pass, own: Own, batch: int) -> None:
         """As `run`: results are written into the tensors of `own`."""
         if torch.cuda.is_current_stream_capturing():
             self._run(pass_, own, batch)
             return
-        here = torch.cuda.current_stream(self._device)
-        here.wait_event(self._done)
+        here = calling_stream(self._device)
+        if here is not self._last:
+            here.wait_stream(self._last)
+            self._last = here
         key = (pass_, batch, frozenset(own))
-        found = self._directly(key, own)
+        found = self._directly(key, own) or self._copying(key, own)
         if found is None:
-            found = self._captured.get(key)
-        if found is None:
-            static = {tensor: _in_memory_order(x) for tensor, x in own.items()}
-            found = self._captured[key] = self._capture(key, own, static)
+            self._run(pass_, own, batch)
+            return
         for tensor, place in found.static.items():
             if tensor not in RESULTS[pass_]:
                 place.copy_(own[tensor])
@@ -96,7 +100,6 @@ class Replays:
             for tensor in RESULTS[pass_]:
                 if tensor in own:
                     own[tensor].copy_(found.static[tensor])
-        self._done.record(here)
         self._transport.bytes_sent += found.bytes_sent
         self._transport.bytes_received += found.bytes_received
 
@@ -115,28 +118,34 @@ class Replays:
         if times < DIRECT_AFTER or len(self._direct) >= MOST_DIRECT:
             return None
         found = self._direct[key, places] = self._capture(key, own, {})
+        self._without[key] = 0
+        return found
+
+    def _copying(self, key: Key, own: Own) -> _Captured | None:
+        """The graph over static tensors, once calls of the key have had none often enough."""
+        found = self._captured.get(key)
+        if found is not None:
+            return found
+        calls = self._without[key] = self._without.get(key, 0) + 1
+        if calls <= MOVING_AFTER:
+            return None
+        static = {tensor: _in_memory_order(x) for tensor, x in own.items()}
+        found = self._captured[key] = self._capture(key, own, static)
         return found
 
     def _capture(self, key: Key, own: Own, static: Own) -> _Captured:
-        """A graph of the pass on `static`, after a run on it to warm up, or on `own`."""
+        """A graph of the pass on `static`, or on `own`; an earlier call has run it."""
         pass_, batch, _ = key
         links = self._transport
         before = links.bytes_sent, links.bytes_received
-        here = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(here)
+        self._stream.wait_stream(self._last)
         with torch.cuda.stream(self._stream):
-            if static:
-                for tensor, place in static.items():
-                    place.copy_(own[tensor])
-                self._run(pass_, static, batch)
-                self._stream.synchronize()
-                links.bytes_sent, links.bytes_received = before
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
                 self._run(pass_, static or own, batch)
-        here.wait_stream(self._stream)
+        self._last.wait_stream(self._stream)
         moved = links.bytes_sent - before[0], links.bytes_received - before[1]
         links.bytes_sent, links.bytes_received = before
         return _Captured(graph, static, *moved)

@@ -75,7 +75,8 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, handle: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Distributed attention of the module that `handle` names: out, LSE, what backward needs."""
-    return _runner(handle).run_forward(query, key, value, True)
+    out, lse, kept = _runner(handle).run_forward(query, key, value, True)
+    return out, lse, kept if kept.numel() else kept.clone()  # An operator's results are its own.
 
 
 @torch.library.custom_op("ultraattn::attention_backward", mutates_args=())

@@ -47,8 +47,8 @@ class Session:
         self._agreements = 0
         self._failure = ""
         self.watchdog = (
-            None if isinstance(self.transport, NoPlaces) else Watchdog(self)
-        )  # else a wait on the host finds out
+            None if self.ranks == 1 or isinstance(self.transport, NoPlaces) else Watchdog(self)
+        )  # else a wait on the host finds out, or there is nobody to wait for
         self.trace: list[tuple[str, int]] | None = None
         """Where it is a list, every run appends (pass, task) in the order in which it runs them."""
 

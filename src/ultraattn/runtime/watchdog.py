@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ultraattn.runtime.steps import Steps
+from ultraattn.runtime.streams import calling_stream
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Watchdog:
 
     def __init__(self, session: Any) -> None:
         self._session_of = weakref.ref(session)
+        self._device = session.device
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._last: _Launched | None = None
         self._stop = threading.Event()
@@ -60,7 +62,7 @@ class Watchdog:
         """A call was launched on the current stream, and may take `timeout_s` from now on."""
         if torch.cuda.is_current_stream_capturing():
             return
-        self._done.record()
+        self._done.record(calling_stream(self._device))
         self._last = _Launched(steps, call, timeout_s, time.monotonic() + timeout_s, size)
 
     def look(self) -> None:
