@@ -14,8 +14,8 @@ import ultraattn as ua
 from ultraattn.errors import InputError, MissingExtraError
 from ultraattn.masks.grid import OPEN_HI, OPEN_LO, BlockKind
 from ultraattn.runtime.dense import dense_attention
-from ultraattn.runtime.kernels import Piece, check_name, choose, fa4, fused, reference
-from ultraattn.runtime.kernels.rows import ALLOW_UNPROVED, KERNELS
+from ultraattn.runtime.kernels import Piece, check_name, choose, cudnn, fa4, fused, reference
+from ultraattn.runtime.kernels.rows import KERNELS
 
 HERE = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
 PIECE = Piece(HERE, HERE, (0, 1))
@@ -23,8 +23,7 @@ PIECE = Piece(HERE, HERE, (0, 1))
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Sets what releases the adapter finds; unproved, it is asked for all the same."""
-    monkeypatch.setenv(ALLOW_UNPROVED, "fa4")
+    """Sets what releases the adapter finds."""
 
     def has(versions):
         monkeypatch.setattr(fa4, "_installed", versions.get)
@@ -57,23 +56,15 @@ def test_installed_and_unable_says_why(installed):
         choose(HERE, PIECE, "fa4")
 
 
-def test_not_proved_it_is_offered_to_nobody_who_does_not_insist(installed, monkeypatch):
+def test_auto_takes_it_where_it_can_and_cudnn_cannot(installed, monkeypatch):
     installed(fa4.VERSIONS)
-    for names in ("", "other"):
-        monkeypatch.setenv(ALLOW_UNPROVED, names)
-        with pytest.raises(
-            InputError, match=f"'fa4' is not offered yet.* set {ALLOW_UNPROVED}=fa4"
-        ):
-            check_name("fa4")
-
-
-def test_auto_does_without_it(installed, monkeypatch):
-    installed(fa4.VERSIONS)
-    monkeypatch.setattr(fa4, "refusal", lambda *_: None)
     for kernel in set(KERNELS) - {fa4, reference}:
         monkeypatch.setattr(kernel, "refusal", lambda *_: "unable")
     assert choose(HERE, PIECE).name == "reference"
-    assert choose(HERE, PIECE, "fa4").name == "fa4"
+    monkeypatch.setattr(fa4, "refusal", lambda *_: None)
+    assert choose(HERE, PIECE).name == "fa4"
+    monkeypatch.setattr(cudnn, "refusal", lambda *_: None)
+    assert choose(HERE, PIECE).name == "cudnn"
 
 
 def test_the_extra_pins_the_releases_that_were_compared():

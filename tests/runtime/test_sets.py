@@ -121,6 +121,21 @@ def test_many_small_blocks_are_faster_as_a_set_and_a_large_one_as_rows(pass_):
     assert rates.set_seconds(pass_, large, 128) > rates.rows_seconds(pass_, large, 128)
 
 
+def test_large_blocks_of_a_window_are_rows_where_a_kernel_takes_bands():
+    plan = plan_of(ua.masks.sliding_window(80))
+    blocks = plan.forward.program.block_views
+    serve = [
+        rates.rows_serve(blocks, 128, 128, torch.bfloat16, plan.q_layout.chunks, bands)
+        for bands in (False, True)
+    ]
+    assert serve == [False, True]
+    call = rates.Call(8192, 8192, 32, 32 * 8192 * 4096, False, cudnn=False)
+    for pass_ in Pass:
+        whole = rates.rows_seconds(pass_, [[call]], 128)
+        assert whole < rates.set_seconds(pass_, [[call]], 128)
+        assert whole > rates.FLOP_PER_PAIR[pass_] * 128 * call.pairs / rates.BANDS_FLOPS[pass_]
+
+
 def test_keys_that_lie_side_by_side_cost_no_joining():
     blocks = calls(1024, 1)[0] * 3
     beside = [call._replace(place=1024 * i) for i, call in enumerate(blocks)]

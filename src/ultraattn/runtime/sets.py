@@ -25,7 +25,7 @@ from ultraattn.plans.passes import Pass
 from ultraattn.plans.plan import RankPlan, RankProgram
 from ultraattn.plans.program import Block, Compute, Merge, Value
 from ultraattn.plans.tensors import Tensor
-from ultraattn.runtime.kernels import rates, sparse
+from ultraattn.runtime.kernels import fa4, rates, sparse
 from ultraattn.runtime.kernels.block_set import BlockSet, Extent, Place
 from ultraattn.runtime.kernels.lists import Cell
 from ultraattn.runtime.pieces import DTYPES, Pieces, part_of
@@ -68,6 +68,7 @@ class Sets:
         why = sparse.refusal_of(device, DTYPES[p.dtype], p.head_dim, p.value_dim)
         self._serves = kernel in ("auto", sparse.name) and why is None
         self._always = kernel == sparse.name or deterministic
+        self._bands = fa4.refusal_of(device, DTYPES[p.dtype], p.head_dim, p.value_dim) is None
         lengths = Lengths(p.q_len, p.kv_len)
 
         @lru_cache(maxsize=2)
@@ -229,7 +230,9 @@ class Sets:
         q_chunks, kv_chunks = self._plan.q_layout.chunks, self._plan.kv_layout.chunks
         if self._always:
             return True
-        if not rates.rows_serve(blocks, p.head_dim, p.value_dim, DTYPES[p.dtype], q_chunks):
+        if not rates.rows_serve(
+            blocks, p.head_dim, p.value_dim, DTYPES[p.dtype], q_chunks, self._bands
+        ):
             return True
         layout = self._plan.kv_layout
         rows: dict[int, list[rates.Call]] = defaultdict(list)
@@ -238,8 +241,9 @@ class Sets:
             place = layout.offsets[kv] if layout.owners[kv] == self._plan.rank else -1
             full = block.kind is BlockKind.FULL
             call = rates.Call(
-                len(q_chunks[q]), len(kv_chunks[kv]), heads, block.weight, full, place
-            )
+                len(q_chunks[q]), len(kv_chunks[kv]), heads, block.weight, full, place,
+                rates.cudnn_takes(block, q_chunks),
+            )  # fmt: skip
             rows[q].append(call)
         return rates.set_seconds(pass_, rows.values(), p.head_dim) < rates.rows_seconds(
             pass_, rows.values(), p.head_dim

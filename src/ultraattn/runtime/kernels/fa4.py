@@ -7,7 +7,9 @@ of query heads to a key head and form of band, some ten seconds each, at the fir
 it; `FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1` keeps them on disk. Its compiler does not bear two
 threads (it ends the process), so calls take turns.
 
-It is not offered yet: see `ultraattn.runtime.kernels.rows.UNPROVED`.
+"auto" takes it for bands that cuDNN does not take, where whole blocks are large enough for it to be
+faster than one launch for a set of blocks (`ultraattn.runtime.kernels.rates`); full and causal
+blocks are cuDNN's there, which starts without compiling.
 
 Its backward pass is no public function, and other releases of the packages below it can make it
 hang (a bulk copy is issued by one thread of a warp or by all, and either side of the two packages
@@ -61,16 +63,26 @@ def missing() -> str | None:
 def refusal(q: Tensor, piece: Piece, deterministic: bool) -> str | None:
     """Why the operator cannot serve these, or None."""
     reason = missing() or fused.common_refusal(q, piece, 8, max(HEAD_DIMS))
-    if reason is not None:
-        return reason
-    if q.shape[-1] not in HEAD_DIMS:
-        return f"head_dim {q.shape[-1]} is none of {', '.join(map(str, HEAD_DIMS))}"
-    if piece.v.shape[-1] != q.shape[-1]:
-        return f"it needs values of the keys' head_dim {q.shape[-1]}, not {piece.v.shape[-1]}"
-    if torch.cuda.get_device_capability(q.device)[0] != 9:
-        return "it was compared with dense attention on compute capability 9.0 alone"
-    if deterministic:
+    reason = reason or refusal_of(q.device, q.dtype, q.shape[-1], piece.v.shape[-1])
+    if reason is None and deterministic:
         return "its backward adds in no fixed order"
+    return reason
+
+
+def refusal_of(device: torch.device, dtype: torch.dtype, dim: int, dim_v: int) -> str | None:
+    """Why the operator cannot serve any piece of such tensors, or None."""
+    if missing() is not None:
+        return missing()
+    if device.type != "cuda":
+        return f"it runs on CUDA, not on {device}"
+    if dtype not in fused.DTYPES:
+        return f"dtype {dtype} is none of {', '.join(map(str, fused.DTYPES))}"
+    if dim not in HEAD_DIMS:
+        return f"head_dim {dim} is none of {', '.join(map(str, HEAD_DIMS))}"
+    if dim_v != dim:
+        return f"it needs values of the keys' head_dim {dim}, not {dim_v}"
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return "it was compared with dense attention on compute capability 9.0 alone"
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,25 +14,18 @@ from ultraattn.runtime.kernels import cudnn, fa4, flash2, reference, sparse, tor
 from ultraattn.runtime.kernels.base import Kernel, Piece, check_piece
 from ultraattn.runtime.merge import NEG_INF, accumulate_dtype, merge_partials, sum_partials
 
-KERNELS: tuple[Kernel, ...] = (torch_cpu, cudnn, sparse, flash2, fa4, reference)
+KERNELS: tuple[Kernel, ...] = (torch_cpu, cudnn, fa4, sparse, flash2, reference)
 """In order of preference, the fastest first; the last serves everything."""
 
 NAMES: tuple[str, ...] = ("auto", *(kernel.name for kernel in KERNELS))
 """What `kernel=` takes; "auto" is the first kernel that can."""
-
-UNPROVED = (fa4.name,)
-"""Kernels whose tests against dense attention have not all passed on a GPU (docs/performance.md):
-"auto" never takes them, and who asks for one by name must list it in `ALLOW_UNPROVED`."""
-
-ALLOW_UNPROVED = "ULTRAATTN_UNPROVED_KERNELS"
-"""The environment variable with the names of unproved kernels to try, separated by commas."""
 
 
 def check_name(name: str) -> None:
     """Checks that a kernel of that name, or "auto", can be asked for here.
 
     Raises:
-        InputError: no kernel has that name; the text has those that do. Or it is not proved right.
+        InputError: no kernel has that name; the text has those that do.
         MissingExtraError: its package is not installed; the text names the extra.
     """
     if name not in NAMES:
@@ -41,11 +33,6 @@ def check_name(name: str) -> None:
     why = fa4.missing() if name == fa4.name else None
     if why is not None:
         raise MissingExtraError(f"kernel {name!r}: {why}; or pass kernel='auto'")
-    if name in UNPROVED and name not in os.environ.get(ALLOW_UNPROVED, "").split(","):
-        raise InputError(
-            f"kernel {name!r} is not offered yet: not all of its tests against dense attention "
-            f"have passed on a GPU; pass kernel='auto', or set {ALLOW_UNPROVED}={name} to try it"
-        )
 
 
 def choose(q: Tensor, piece: Piece, name: str = "auto", deterministic: bool = False) -> Kernel:
@@ -57,12 +44,11 @@ def choose(q: Tensor, piece: Piece, name: str = "auto", deterministic: bool = Fa
         MissingExtraError: the package of the kernel of that name is not installed.
     """
     check_name(name)
-    offered = [k for k in KERNELS if k.name == name or k.name not in UNPROVED]
-    for kernel in offered:
+    for kernel in KERNELS:
         if name in ("auto", kernel.name) and kernel.refusal(q, piece, deterministic) is None:
             return kernel
-    refusals = {kernel.name: kernel.refusal(q, piece, deterministic) for kernel in offered}
-    able = [kernel for kernel in offered if refusals[kernel.name] is None]
+    refusals = {kernel.name: kernel.refusal(q, piece, deterministic) for kernel in KERNELS}
+    able = [kernel for kernel in KERNELS if refusals[kernel.name] is None]
     if name != "auto":
         others = ", ".join(kernel.name for kernel in able) or "none"
         raise InputError(
