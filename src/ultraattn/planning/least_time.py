@@ -17,7 +17,8 @@ and F the least concave function above f.
     busiest  All traffic is received by someone, so the busiest of N ranks receives an N-th of it.
 
 Nodes obey the same with a node in place of a rank: what is remote to a node enters it through its
-NICs at least once, whatever is relayed or added up inside.
+NICs at least once, whatever is relayed or added up inside. Backward passes that keep inputs of
+forward (`ultraattn.planning.keeping`) move less, and are no plans of this kind.
 """
 
 from __future__ import annotations

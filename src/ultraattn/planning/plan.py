@@ -36,7 +36,7 @@ from ultraattn.strategies import by_name
 MOST_RANKS_MIRRORED = 16
 """Tiles are not tried over zigzag beyond so many ranks: its chunks cost more than they win."""
 
-PLANNER_VERSION = "1"
+PLANNER_VERSION = "2"
 """Changes whenever the same inputs would give other plan bytes."""
 
 
