@@ -41,7 +41,7 @@ from ultraattn.planning.choose import best_passes
 from ultraattn.planning.collecting import no_collecting
 from ultraattn.planning.least_time import least_seconds
 from ultraattn.planning.passes import Where
-from ultraattn.planning.plan import most_promising, settings, shared
+from ultraattn.planning.plan import Known, most_promising, settings
 from ultraattn.planning.setting import Setting, Shape
 from ultraattn.planning.tiling import Effort
 from ultraattn.plans.check import Pass
@@ -115,12 +115,12 @@ def cells(
         begin = time.process_time()
         cluster = cluster_of(preset, ranks)
         if cluster.align not in made:
-            both = [
-                settings(mask, shape, cluster, strategy, "auto", None, None, options)
+            known: Known = {}
+            layouts, tiles = (
+                settings(mask, shape, cluster, strategy, "auto", None, None, options, known)
                 for strategy in ("auto", "tile")
-            ]
-            tile = most_promising(shared(both[1], both[0]), options)
-            made[cluster.align] = both[0], tile
+            )
+            made[cluster.align] = layouts, most_promising(tiles, options)
         where = Where.of(cluster)
         with no_collecting():
             layouts, tile = made[cluster.align]

@@ -21,18 +21,10 @@ from ultraattn.runtime.together import Together
 
 def keeping(plan: Plan) -> Plan:
     """The plan with the blocks of its backward pass where they are, and all that can be kept."""
-
-    class Layouts:
-        q_layout, kv_layout = plan.q_layout, plan.kv_layout
-
-    old = plan.backward.program
-    ranks = [0] * len(old.blocks.kind)
-    for task in old.task_views:
-        for block in getattr(task, "tile", ()):
-            ranks[block] = task.rank
+    layouts, old = (plan.q_layout, plan.kv_layout), plan.backward.program
     program = build_program(
-        Pass.BACKWARD, plan.problem, plan.q_layout, plan.kv_layout, plan.place.node_of,
-        old.block_views, ranks, held_after(Layouts, plan.forward.program),
+        Pass.BACKWARD, plan.problem, *layouts, plan.place.node_of, old.block_views,
+        old.rank_of_block.tolist(), held_after(plan.forward.program, *layouts),
     )  # fmt: skip
     made = dataclasses.replace(plan, backward=dataclasses.replace(plan.backward, program=program))
     assert made.kept_bytes.max() > 0

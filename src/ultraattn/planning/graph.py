@@ -145,58 +145,49 @@ class Graph:
                 whole = tuple(self.own(tensor, chunk) for tensor in self.moving(by_key))
                 every = self.problem.kv_heads if by_key else self.problem.heads
                 self.at[rank, by_key, chunk].append((0, every, whole))
-            elif not self._keep_chunk(rank, by_key, chunk, runs(needs[rank, by_key, chunk])):
+            elif self._holds_all(rank, by_key, chunk, spans := runs(needs[rank, by_key, chunk])):
+                self._take_chunk(rank, by_key, chunk, spans, ())
+            else:
                 step = (owner - rank) % self.q_layout.ranks
                 queue[rank].append((step, chunk, by_key))
         for rank in sorted(queue):
             for position, (step, chunk, by_key) in enumerate(sorted(queue[rank])):
                 self.arrival[rank, by_key, chunk] = position
                 spans = runs(needs[rank, by_key, chunk])
-                self._send_chunk(rank, by_key, chunk, spans, (INPUTS, step, chunk, int(by_key)))
+                self._take_chunk(rank, by_key, chunk, spans, (INPUTS, step, chunk, int(by_key)))
 
-    def _keep_chunk(self, rank: int, by_key: bool, chunk: int, spans: list[HeadRange]) -> bool:
-        """Whether a rank holds all that it needs of a chunk; then it reads it where it stands."""
-        tensors = self.moving(by_key)
-        if not all(self._holds(rank, t, chunk, span) for t in tensors for span in spans):
-            return False
-        for start, stop in spans:
-            values = tuple(self._kept(rank, tensor, chunk, (start, stop)) for tensor in tensors)
-            self.at[rank, by_key, chunk].append((start, stop, values))
-        return True
+    def _holds_all(self, rank: int, by_key: bool, chunk: int, spans: list[HeadRange]) -> bool:
+        """Whether nothing of a chunk needs to be sent to a rank."""
+        return bool(self.held) and all(
+            self._holds(rank, tensor, chunk, span)
+            for tensor in self.moving(by_key)
+            for span in spans
+        )
 
     def _holds(self, rank: int, tensor: Tensor, chunk: int, span: HeadRange) -> bool:
         held = self.held.get((rank, tensor, chunk), ())
         return any(start <= span[0] and span[1] <= stop for start, stop in held)
 
-    def _kept(self, rank: int, tensor: Tensor, chunk: int, span: HeadRange) -> int:
-        """Heads of an input that a rank holds before the pass begins."""
-        rows = len(self.layout(tensor.by_key).chunks[chunk])
-        return self.builder.value(Value(tensor, chunk, 0, rows, *span, rank))
-
-    def _send_chunk(
+    def _take_chunk(
         self, rank: int, by_key: bool, chunk: int, heads: list[HeadRange], key: Key
     ) -> None:
-        reads = []
-        arrived: list[list[int]] = [[] for _ in heads]
-        kept: set[int] = set()
+        """Gives a rank the heads of a chunk: what it holds where it stands, the rest by message."""
+        reads, writes = [], []
+        there: list[list[int]] = [[] for _ in heads]
+        rows = len(self.layout(by_key).chunks[chunk])
         for tensor in self.moving(by_key):
-            held = [span for span in heads if self._holds(rank, tensor, chunk, span)]
-            source = -1
-            if len(held) < len(heads):
-                source = self.own(tensor, chunk)
-                reads.append(source)
-            for span, values in zip(heads, arrived, strict=True):
-                if span in held:
-                    values.append(self._kept(rank, tensor, chunk, span))
-                    kept.add(values[-1])
-                else:
-                    values.append(self.builder.part(source, rank, span))
-        for (start, stop), values in zip(heads, arrived, strict=True):
+            sent = [span for span in heads if not self._holds(rank, tensor, chunk, span)]
+            if sent:
+                reads.append(self.own(tensor, chunk))
+            for span, values in zip(heads, there, strict=True):
+                value = self.builder.value(Value(tensor, chunk, 0, rows, *span, rank))
+                values.append(value)
+                if span in sent:
+                    writes.append(value)
+        for (start, stop), values in zip(heads, there, strict=True):
             self.at[rank, by_key, chunk].append((start, stop, tuple(values)))
-        writes = [value for each in zip(*arrived, strict=True) for value in each]
-        if kept:
-            writes = [value for value in writes if value not in kept]
-        self.builder.transfer(self.layout(by_key).owners[chunk], reads, writes, key)
+        if writes:
+            self.builder.transfer(self.layout(by_key).owners[chunk], reads, writes, key)
 
     # Tiles
 

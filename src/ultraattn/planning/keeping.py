@@ -14,9 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
-
-import numpy as np
 
 from ultraattn.planning.arrange import Arranger, fastest
 from ultraattn.planning.graph import Held, build_program
@@ -26,9 +23,10 @@ from ultraattn.planning.tiling import Effort
 from ultraattn.plans.account import account
 from ultraattn.plans.head_ranges import HeadRange
 from ultraattn.plans.kept import received
+from ultraattn.plans.layout import Layout
 from ultraattn.plans.passes import Pass
 from ultraattn.plans.plan import Bounds, PassPlan
-from ultraattn.plans.program import Block, Program
+from ultraattn.plans.program import Program
 from ultraattn.plans.tensors import Tensor
 
 
@@ -41,15 +39,14 @@ def keep_received(
     every block on the rank that has it in forward, where queries, keys and values need not move at
     all. Simulated time decides; the bytes of the busiest rank where that of `backward` is unknown.
     """
-    held = held_after(made, forward.program)
+    held = held_after(forward.program, made.q_layout, made.kv_layout)
     costs = where.costs if backward.predicted_ns is not None else None
     where = dataclasses.replace(where, costs=costs)
     best, best_cost = backward, _cost(made, where, backward)
     for source in (backward, forward):
-        blocks, ranks = _assignment(source.program)
-        if not blocks:
+        if not len(source.program.blocks.kind):
             continue
-        found = _pass(made, where, source, blocks, ranks, held, effort)
+        found = _pass(made, where, source, held, effort)
         cost = _cost(made, where, found)
         if cost < best_cost:
             best, best_cost = found, cost
@@ -59,13 +56,13 @@ def keep_received(
     return best
 
 
-def held_after(made: Setting, forward: Program) -> Held:
+def held_after(forward: Program, q_layout: Layout, kv_layout: Layout) -> Held:
     """What each rank received in forward, all rows: heads by (rank, tensor, chunk)."""
     values = forward.value_views
     found: dict[tuple[int, Tensor, int], list[HeadRange]] = defaultdict(list)
-    for key, numbers in received(forward, made.q_layout, made.kv_layout).items():
+    for key, numbers in received(forward, q_layout, kv_layout).items():
         _, tensor, chunk = key
-        layout = made.kv_layout if tensor.by_key else made.q_layout
+        layout = kv_layout if tensor.by_key else q_layout
         rows = len(layout.chunks[chunk])
         for number in numbers:
             value = values[number]
@@ -74,16 +71,9 @@ def held_after(made: Setting, forward: Program) -> Held:
     return found
 
 
-def _pass(
-    made: Setting,
-    where: Where,
-    source: PassPlan,
-    blocks: Sequence[Block],
-    ranks: Sequence[int],
-    held: Held,
-    effort: Effort,
-) -> PassPlan:
+def _pass(made: Setting, where: Where, source: PassPlan, held: Held, effort: Effort) -> PassPlan:
     """Backward with the blocks and ranks of `source`, in its fastest arrangement."""
+    blocks, ranks = source.program.block_views, source.program.rank_of_block.tolist()
     given = Pass.BACKWARD, made.problem, made.q_layout, made.kv_layout, where.place.node_of
     program = build_program(*given, blocks, ranks, held)
     time: int | None = None
@@ -108,11 +98,3 @@ def _cost(made: Setting, where: Where, part: PassPlan) -> float:
     if part.predicted_ns is not None:
         return float(part.predicted_ns)
     return float(account(made.problem, part.program, where.place.node_of).max_volume)
-
-
-def _assignment(program: Program) -> tuple[Sequence[Block], list[int]]:
-    """The blocks of a program, and the rank that computes each."""
-    tile = program.tasks.tile
-    ranks = np.empty(len(program.blocks.kind), dtype=np.int64)
-    ranks[tile.items] = program.tasks.rank[tile.row_of]
-    return program.block_views, ranks.tolist()

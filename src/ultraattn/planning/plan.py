@@ -36,6 +36,9 @@ from ultraattn.strategies import by_name
 MOST_RANKS_MIRRORED = 16
 """Tiles are not tried over zigzag beyond so many ranks: its chunks cost more than they win."""
 
+Known = dict[tuple[Layout, Layout], Setting]
+"""Settings by the layouts of queries and keys."""
+
 PLANNER_VERSION = "2"
 """Changes whenever the same inputs would give other plan bytes."""
 
@@ -118,11 +121,12 @@ def plan(
         head_groups, load_cap, strict_cap, _choice(Effort, "effort", effort),
         _choice(Units, "units", units), pin_diagonal,
     )  # fmt: skip
-    candidates = settings(mask, shape, cluster, strategy, layout, kv_layout, chunks, options)
+    given = (layout, kv_layout, chunks, options)
+    known: Known = {}
+    candidates = settings(mask, shape, cluster, strategy, *given, known)
     where = Where.of(cluster)
     if strategy == "auto":
-        tiles = settings(mask, shape, cluster, "tile", layout, kv_layout, chunks, options)
-        tile = most_promising(shared(tiles, candidates), options)
+        tile = most_promising(settings(mask, shape, cluster, "tile", *given, known), options)
         choice = best_passes(candidates, where, options, tile)
         made, forward, backward = choice.made, choice.forward, choice.backward
     elif strategy == "tile" and layers.serves(where.place, where.costs, options):
@@ -155,23 +159,31 @@ def settings(
     kv_layout: str | Layout | None,
     chunks: int | None,
     options: TileOptions,
+    known: Known | None = None,
 ) -> list[Setting]:
     """The layouts worth comparing, with the mask's grid over each; the default first.
 
     A layout that was asked for is the only one. For `auto`, efforts normal and best compare the
     mask's own remap (or contiguous chunks), zigzag, and what swaps of owners find; the strategy
     `auto` also finer chunks where whole ones move much that nobody sees, and every rival's own
-    layout. A rival keeps to the layout that its authors use.
+    layout. A rival keeps to the layout that its authors use. Settings that are `known` are taken,
+    and new ones added there: what a setting holds is made once.
     """
+    known = {} if known is None else known
     if layout == LayoutName.AUTO and strategy.partition(":")[0] in RIVALS:
         layout = by_name(strategy).layout
 
     def make(name: str | Layout, count: int | None) -> Setting:
         q = _layout(name, mask, shape.q_len, cluster, count)
         if kv_layout is None and shape.kv_len == shape.q_len:
-            return setting(mask, shape, q, q)
+            return over(q, q)
         keys = kv_layout or (name if isinstance(name, str) else LayoutName.CONTIGUOUS)
-        return setting(mask, shape, q, _layout(keys, mask, shape.kv_len, cluster, count))
+        return over(q, _layout(keys, mask, shape.kv_len, cluster, count))
+
+    def over(q: Layout, kv: Layout) -> Setting:
+        if (q, kv) not in known:
+            known[q, kv] = setting(mask, shape, q, kv)
+        return known[q, kv]
 
     def at(name: str | Layout) -> Setting:
         if chunks is not None or strategy not in ("tile", "auto") or isinstance(name, Layout):
@@ -209,7 +221,7 @@ def settings(
                 found.append(make(LayoutName.STRIPED, chunks))
             better = searched(first.q_layout, first.grid.kinds[0].any(axis=0))
             if better is not None:
-                found.append(setting(mask, shape, better, better))
+                found.append(over(better, better))
     return _apart(found)
 
 
@@ -222,12 +234,6 @@ def _apart(found: list[Setting]) -> list[Setting]:
             seen.add(made.places)
             out.append(made)
     return out
-
-
-def shared(found: list[Setting], known: list[Setting]) -> list[Setting]:
-    """The same settings, those of `known` in place of equal ones: what they hold is made once."""
-    by_places = {made.places: made for made in known}
-    return [by_places.get(made.places, made) for made in found]
 
 
 def most_promising(candidates: list[Setting], options: TileOptions) -> Setting:

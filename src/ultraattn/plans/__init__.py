@@ -5,7 +5,7 @@ from ultraattn.plans.builder import ProgramBuilder
 from ultraattn.plans.check import check_program
 from ultraattn.plans.layout import Layout
 from ultraattn.plans.passes import Pass
-from ultraattn.plans.plan import Bounds, PassPlan, Place, Plan, RankPlan, RankProgram
+from ultraattn.plans.plan import Bounds, PassPlan, Place, Plan, RankPlan
 from ultraattn.plans.problem import Problem
 from ultraattn.plans.program import (
     Block,
@@ -23,6 +23,7 @@ from ultraattn.plans.program import (
     Transfer,
     Value,
 )
+from ultraattn.plans.rank_program import RankProgram
 from ultraattn.plans.tensors import Tensor
 
 __all__ = [

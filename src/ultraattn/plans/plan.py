@@ -22,7 +22,8 @@ from ultraattn.plans.kept import Kept, kept_of, kept_values
 from ultraattn.plans.layout import Layout
 from ultraattn.plans.passes import Pass
 from ultraattn.plans.problem import Problem
-from ultraattn.plans.program import Block, Program, Task, Value
+from ultraattn.plans.program import Program
+from ultraattn.plans.rank_program import RankProgram, rank_program
 
 
 @dataclass(frozen=True)
@@ -82,18 +83,6 @@ class Place:
     def node_of(self) -> tuple[int, ...]:
         """The node of each rank."""
         return tuple(rank // self.gpus_per_node for rank in range(self.ranks))
-
-
-@dataclass(frozen=True)
-class RankProgram:
-    """What one rank needs of a program, in its order of issue."""
-
-    rank: int
-    tasks: tuple[Task, ...]
-    values: dict[int, Value]
-    blocks: dict[int, Block]
-    buffer_bytes: dict[int, int]
-    """Bytes of each of its workspace buffers, for one batch entry."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -362,27 +351,6 @@ class Plan(ByContent):
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.ranks:
             raise InputError(f"rank {rank}: the plan has ranks 0 to {self.ranks - 1}")
-
-
-def rank_program(program: Program, rank: int) -> RankProgram:
-    """The tasks of one rank, in order of issue, with the values and blocks they name."""
-    values = program.value_views
-    mine = tuple(
-        task for task in program.task_views if any(r == rank for r in program.ranks_of(task))
-    )
-    named = {v: values[v] for task in mine for v in (*task.reads, *task.writes)}
-    blocks = {
-        block
-        for task in mine
-        for block in (*getattr(task, "tile", ()), *(b for v in task.reads for b in values[v].cover))
-    }
-    sizes = program.buffers.bytes.tolist()
-    buffers = {
-        v.buffer: sizes[v.buffer] for v in named.values() if v.rank == rank and v.buffer >= 0
-    }
-    return RankProgram(
-        rank, mine, named, {b: program.block_views[b] for b in sorted(blocks)}, buffers
-    )
 
 
 def _take(x: Any, index: Ints, dim: int) -> Any:

@@ -338,6 +338,14 @@ class Program(ByContent):
         return tuple(self.producer.tolist())
 
     @cached_property
+    def rank_of_block(self) -> Ints:
+        """The rank that computes each block: int64, (blocks,)."""
+        tile = self.tasks.tile
+        ranks = np.full(len(self.blocks.kind), -1, dtype=np.int64)
+        ranks[tile.items] = self.tasks.rank[tile.row_of]
+        return ranks
+
+    @cached_property
     def moves(self) -> dict[int, Ints]:
         """What each collective moves, as far as `plans.account.moves_of` was asked."""
         return {}

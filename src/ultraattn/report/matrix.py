@@ -12,7 +12,6 @@ from ultraattn.chunks import Ints
 from ultraattn.masks.grid import KIND_ORDER, BlockKind
 from ultraattn.plans import Plan
 from ultraattn.plans.check import Pass
-from ultraattn.plans.program import TASK_ORDER, TaskKind
 
 GLYPHS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
@@ -46,11 +45,7 @@ class Matrix:
 def matrices(plan: Plan, pass_: Pass, most: int = 64) -> tuple[Matrix, ...]:
     """One matrix for every range of heads, of at most `most` cells a side."""
     program = plan.pass_plan(pass_).program
-    blocks, tasks = program.blocks, program.tasks
-    owner = np.full(len(blocks.weight), -1, dtype=np.int64)
-    task_of = np.repeat(np.arange(len(tasks.rank)), np.diff(tasks.tile.offsets))
-    computes = tasks.kind[task_of] == TASK_ORDER.index(TaskKind.COMPUTE)
-    owner[tasks.tile.items[computes]] = tasks.rank[task_of[computes]]
+    blocks, owner = program.blocks, program.rank_of_block
     sizes = plan.q_layout.chunks.sizes(), plan.kv_layout.chunks.sizes()
     shape = len(sizes[0]), len(sizes[1])
     made = []

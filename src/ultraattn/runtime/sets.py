@@ -22,8 +22,9 @@ from ultraattn.masks import Lengths, Mask
 from ultraattn.masks.grid import BlockKind
 from ultraattn.plans.head_ranges import HeadRange
 from ultraattn.plans.passes import Pass
-from ultraattn.plans.plan import RankPlan, RankProgram
+from ultraattn.plans.plan import RankPlan
 from ultraattn.plans.program import Block, Compute, Merge, Value
+from ultraattn.plans.rank_program import RankProgram
 from ultraattn.plans.tensors import Tensor
 from ultraattn.runtime.kernels import fa4, rates, sparse
 from ultraattn.runtime.kernels.block_set import BlockSet, Extent, Place

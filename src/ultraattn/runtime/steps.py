@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from ultraattn.plans.account import collective_moves, parts_of
 from ultraattn.plans.passes import Pass
-from ultraattn.plans.plan import RankPlan, RankProgram
+from ultraattn.plans.plan import RankPlan
 from ultraattn.plans.program import (
     Collective,
     CollectiveOp,
@@ -33,6 +33,7 @@ from ultraattn.plans.program import (
     Transfer,
     Value,
 )
+from ultraattn.plans.rank_program import RankProgram
 from ultraattn.plans.tensors import Widths
 from ultraattn.runtime.keeping import Keeping
 from ultraattn.runtime.pieces import message_order, value_bytes

@@ -14,8 +14,9 @@ from ultraattn.masks import Lengths, Mask
 from ultraattn.masks.grid import BlockKind
 from ultraattn.plans.head_ranges import HeadRange
 from ultraattn.plans.passes import Pass
-from ultraattn.plans.plan import RankPlan, RankProgram
+from ultraattn.plans.plan import RankPlan
 from ultraattn.plans.program import Block, Compute
+from ultraattn.plans.rank_program import RankProgram
 from ultraattn.plans.tensors import Tensor, accumulate_dtype
 from ultraattn.runtime.kernels import Piece, backward_row, forward_row
 from ultraattn.runtime.pieces import DTYPES, Pieces
